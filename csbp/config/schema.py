@@ -1,0 +1,197 @@
+"""Every setting of a run, as frozen dataclasses: one class per group of ``conf/``.
+
+``option`` carries what the checker and the reference page need: help text, allowed values, bounds.
+Declarations only: meshes, tokenizers and process groups are passed to functions as arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def option(default: Any, help: str, *, choices: tuple[str, ...] = (), low: float | None = None,
+           high: float | None = None) -> Any:
+    """A dataclass field with its documentation and its bounds (``low`` and ``high`` are inclusive)."""
+    metadata = {"help": help, "choices": choices, "low": low, "high": high}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One place that documents come from."""
+
+    kind: str = option("text", "how to read it", choices=("text", "jsonl", "parquet", "dataset"))
+    path: str = option("", "file, folder, glob or dataset name; '@stdlib' is this Python's standard library")
+    format: str = option("text", "what one record holds",
+                         choices=("text", "messages", "sharegpt", "prompt_completion"))
+    columns: dict[str, str] = option({}, "our name -> the file's column name, e.g. {text: content}")
+    include: list[str] = option(["**/*"], "text folders: glob patterns of files to take")
+    exclude: list[str] = option([], "text folders: glob patterns, matched on the relative path, to leave out")
+    split: str = option("train", "kind=dataset: the split to read")
+    streaming: bool = option(False, "kind=dataset: read as a stream, without building an index")
+    weight: float | None = option(None, "share of the samples of an epoch; null: every sample once", low=0.0)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which family, which weights."""
+
+    family: str = option("qwen3", "folder under models/")
+    path: str = option("", "Hugging Face folder; 'builtin:NAME' is a checkpoint shipped with csbp")
+    init: str = option("pretrained", "start from the weights at path, or from random ones of that shape",
+                       choices=("pretrained", "random"))
+    shape: dict[str, Any] = option({}, "fields of the family's config, over those at path (init=random)")
+    mask_token_id: int | None = option(None, "id of [MASK]; null: the first id past the tokenizer's last",
+                                       low=0)
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """What is learnt, and how it is averaged (facts: models.md section 3)."""
+
+    kind: str = option("block_diffusion", "", choices=("block_diffusion", "autoregressive"))
+    block_size: int = option(8, "rows of a target block", low=1)
+    clean_stream: str = option("block_causal", "what a clean row sees of its own document",
+                               choices=("block_causal", "token_causal"))
+    label_shift: bool = option(False, "row p predicts token p+1; slot 0 is read from clean row s-1")
+    weight: str = option("none", "weight of a masked token's loss", choices=("none", "inverse_t"))
+    denominator: str = option("masked", "what the sum is divided by, once per optimizer step",
+                              choices=("masked", "supervised"))
+    ar_weight: float = option(0.0, "weight of an added next-token loss on the clean stream", low=0.0)
+
+
+@dataclass(frozen=True)
+class NoiseConfig:
+    """How target blocks are corrupted."""
+
+    kind: str = option("absorbing", "replace by [MASK]", choices=("absorbing",))
+    scope: str = option("block", "one noise level t per", choices=("block", "document"))
+    t_min: float = option(0.001, "smallest noise level", low=0.0, high=1.0)
+    t_max: float = option(1.0, "largest noise level", low=0.0, high=1.0)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Documents, and how they become packs."""
+
+    sources: list[SourceConfig] = option([], "training documents; mixed by their weights")
+    validation: list[SourceConfig] = option([], "held-out documents; empty: split off the sources")
+    validation_fraction: float = option(0.05, "share of documents held out, by a hash of their name",
+                                        low=0.0, high=0.9)
+    tokenizer: str = option("", "Hugging Face folder or 'builtin:NAME'; empty: the model's")
+    seq_len: int = option(2048, "token budget of one pack", low=1)
+    document_tokens: int | None = option(None, "longest document before long_documents applies; null: seq_len",
+                                         low=1)
+    long_documents: str = option("split", "what to do with a longer one", choices=("split", "truncate", "error"))
+    append_eos: bool = option(True, "end every text document with the tokenizer's EOS")
+    shuffle: bool = option(True, "order the samples anew each epoch")
+    pack_window: int = option(512, "samples looked at together when filling packs", low=1)
+    cache_dir: str = option("~/.cache/csbp", "where tokenized corpora are kept")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Ranks and mesh axes: nproc = dp x csbp."""
+
+    nproc: int = option(1, "all ranks of the run, the product of the mesh axes", low=1)
+    kind: str = option("csbp", "what the sequence axis does", choices=("csbp",))
+    csbp: int | None = option(None, "size of the sequence axis; null: all remaining ranks", low=1)
+    device: str = option("auto", "", choices=("auto", "cpu", "cuda"))
+    threads: int = option(1, "CPU threads of one rank", low=1)
+    timeout_seconds: int = option(600, "longest wait in one collective", low=5)
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Kernel choice."""
+
+    backend: str = option("auto", "", choices=("auto", "reference"))
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    lr: float = option(1e-5, "peak learning rate", low=0.0)
+    beta1: float = option(0.9, "", low=0.0, high=1.0)
+    beta2: float = option(0.95, "", low=0.0, high=1.0)
+    eps: float = option(1e-8, "", low=0.0)
+    weight_decay: float = option(0.1, "on matrices only; norms and biases have none", low=0.0)
+    schedule: str = option("cosine", "", choices=("cosine", "wsd", "constant"))
+    warmup_steps: int = option(10, "linear from 0", low=0)
+    decay_fraction: float = option(0.2, "wsd: share of the steps that decays", low=0.0, high=1.0)
+    min_lr_ratio: float = option(0.1, "last learning rate over the peak", low=0.0, high=1.0)
+    clip_norm: float = option(1.0, "largest global gradient norm; 0 turns clipping off", low=0.0)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The loop."""
+
+    steps: int = option(1000, "optimizer steps", low=1)
+    packs_per_step: int = option(1, "packs in one optimizer step, over all ranks and micro-batches", low=1)
+    dtype: str = option("float32", "compute dtype; master weights are always float32",
+                        choices=("float32", "bfloat16"))
+    eval_every: int = option(0, "held-out loss every so many steps; 0: only before and after", low=0)
+    eval_packs: int = option(8, "packs of held-out text in one evaluation", low=1)
+    eval_seed: int = option(1234, "seed of the fixed evaluation noise")
+    sample_every: int = option(0, "log one filled-in held-out block every so many steps; 0: never", low=0)
+    nonfinite_limit: int = option(3, "consecutive skipped updates before the run stops", low=1)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving and exporting."""
+
+    every: int = option(0, "steps between checkpoints; 0: only at the end and on SIGTERM", low=0)
+    keep: int = option(2, "newest checkpoints kept (the best one is kept beside them)", low=1)
+    export: bool = option(True, "write a Hugging Face folder at the end")
+
+
+@dataclass(frozen=True)
+class ObserveConfig:
+    """What is shown and where."""
+
+    trackers: list[str] = option([], "any of wandb, tensorboard, trackio, beside metrics.jsonl")
+    project: str = option("csbp", "project name given to the trackers")
+    progress: str = option("auto", "progress bar; auto: a bar on a terminal, lines elsewhere",
+                           choices=("auto", "bar", "lines", "off"))
+    plot: bool = option(True, "write loss.png at the end")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run. ``experiment=NAME`` picks a file of ``conf/experiment`` that sets all of it."""
+
+    recipe: str = option("convert_qwen", "module of recipes/ that drives the run")
+    experiment: str = option("", "name of the experiment file; filled in by the composer")
+    run_dir: str | None = option(None, "run folder; null: runs/<experiment>-<date>")
+    resume: str = option("none", "none: a fresh run; auto: go on from the newest valid checkpoint, if any",
+                         choices=("none", "auto"))
+    seed: int = option(0, "seed of order, noise and random weights", low=0)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    noise: NoiseConfig = field(default_factory=NoiseConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """``csbp generate``: block-wise denoising."""
+
+    model: str = option("", "run folder or exported model")
+    prompt: str = option("", "text to go on from")
+    max_new_tokens: int = option(64, "", low=1)
+    threshold: float = option(0.9, "a masked token is kept once its probability reaches this", low=0.0, high=1.0)
+    temperature: float = option(0.0, "0: most likely token", low=0.0)
+    seed: int = option(0, "used when temperature > 0", low=0)
+    device: str = option("auto", "", choices=("auto", "cpu", "cuda"))

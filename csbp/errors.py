@@ -1,0 +1,25 @@
+"""The two kinds of failure that a user can do something about."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Something outside csbp is wrong (a file, a folder, a checkpoint). Shown without a traceback; exit code 1."""
+
+    exit_code = 1
+
+
+class ConfigError(UserError, ValueError):
+    """A configuration that cannot run. Exit code 2, raised before any long work starts.
+
+    Args:
+        field: full dotted name, e.g. ``"parallel.csbp"``.
+        value: what the user gave.
+        fix: what to write instead, as a sentence or an override.
+    """
+
+    exit_code = 2
+
+    def __init__(self, field: str, value: object, fix: str) -> None:
+        self.field, self.value, self.fix = field, value, fix
+        super().__init__(f"{field}={value!r}: {fix}")

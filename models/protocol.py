@@ -1,0 +1,81 @@
+"""What the trainer asks of a model family. Nothing else of a family is known outside its own folder.
+
+Shapes: S local rows of a rank, E of them with a loss, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from csbp.attention.operator import BoundPlan
+from csbp.plan.geometry import LayerKind
+
+
+@dataclass(frozen=True)
+class LocalTerm:
+    """This rank's part of one loss term: entry i asks row ``loss_rows[index[i]]`` for ``labels[i]``."""
+
+    name: str
+    index: Tensor
+    labels: Tensor
+    weights: Tensor
+    masked: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """The rows of one pack that this rank computes: its clean rows in global order, then its noised blocks.
+
+    Attributes:
+        tokens, positions: int64 [S].
+        num_clean: how many of the S rows are clean rows.
+        clean_rows: int64 [num_clean], their numbers in the pack (to fetch features kept elsewhere).
+        loss_rows: int64 [E], the local rows whose logits are needed, each once, ascending.
+        terms: this rank's loss terms; empty tensors where it has none.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    num_clean: int
+    clean_rows: Tensor
+    loss_rows: Tensor
+    terms: tuple[LocalTerm, ...]
+
+
+class ModelAdapter(Protocol):
+    """One family. Stateless: the model travels as an argument."""
+
+    family: str
+
+    def load(self, path: Path, dtype: torch.dtype) -> nn.Module:
+        """The pretrained model at a Hugging Face folder, on the CPU, attention set to csbp's."""
+        ...
+
+    def build(self, path: Path | None, shape: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
+        """A randomly initialised model: the config at ``path``, if any, overridden by ``shape``."""
+        ...
+
+    def layer_kinds(self, model: nn.Module, clean: str) -> tuple[LayerKind, ...]:
+        """The distinct kinds of attention layer, for a clean stream that is "block_causal" or "token_causal"."""
+        ...
+
+    def units(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The modules that FSDP shards and gathers as one, in forward order (usually the decoder layers)."""
+        ...
+
+    def forward(self, model: nn.Module, batch: LocalBatch, plan: BoundPlan) -> Tensor:
+        """Logits [E, V] of ``batch.loss_rows``, in the model's compute dtype. Must run its collectives and
+        touch the model's parameters on every rank, also with E = 0."""
+        ...
+
+    def export_config(self, model: nn.Module, diffusion: Mapping[str, Any]) -> dict[str, Any]:
+        """config.json of an export: the family's own, with the diffusion properties (block size, mask id,
+        label shift, clean stream) that a sampler needs."""
+        ...
