@@ -1,0 +1,132 @@
+"""Core attention on interval masks: backend choice, shape checks, autograd and the log-sum-exp merge."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from csbp.attention import reference
+from csbp.attention.mask import IntervalMask
+
+
+class Backend(Protocol):
+    """What a kernel must offer. Shapes as in ``reference``."""
+
+    def forward(self, q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, mask: IntervalMask,
+                scale: float) -> tuple[Tensor, Tensor]: ...
+
+    def backward(self, dout_SND: Tensor, q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, lse_SN: Tensor,
+                 delta_SN: Tensor, mask: IntervalMask, scale: float) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+BACKENDS: dict[str, Backend] = {"reference": reference}
+
+
+def get_backend(name: str) -> Backend:
+    """The backend of that name; "auto" is the best one for this machine.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    name = "reference" if name == "auto" else name
+    if name not in BACKENDS:
+        raise ValueError(f"backend={name!r}: use one of {', '.join(('auto', *BACKENDS))}")
+    return BACKENDS[name]
+
+
+def default_scale(query: Tensor, scale: float | None) -> float:
+    """``scale``, or 1 / sqrt(head dim)."""
+    return query.shape[-1] ** -0.5 if scale is None else scale
+
+
+def check_shapes(query: Tensor, key: Tensor, value: Tensor, rows: int) -> None:
+    """Refuse shapes that cannot be attended.
+
+    Raises:
+        ValueError: naming the tensor and what it must be.
+    """
+    if query.dim() != 3 or key.dim() != 3 or value.dim() != 3:
+        raise ValueError(f"query, key and value must be [rows, heads, dim], got {tuple(query.shape)}, "
+                         f"{tuple(key.shape)}, {tuple(value.shape)}")
+    if key.shape[:2] != value.shape[:2]:
+        raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} differ in rows or heads")
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(f"head dim of query is {query.shape[2]}, of key {key.shape[2]}")
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        raise ValueError(f"{query.shape[1]} query heads are not a multiple of {key.shape[1]} key heads")
+    if rows != query.shape[0]:
+        raise ValueError(f"the mask has {rows} rows, the query {query.shape[0]}")
+    if not query.dtype == key.dtype == value.dtype or not query.dtype.is_floating_point:
+        raise ValueError(f"query, key and value must share one float dtype, got {query.dtype}, {key.dtype}, "
+                         f"{value.dtype}")
+
+
+def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Join attention over disjoint key sets.
+
+    Args:
+        parts: (out [S, N, D], lse [S, N]) of each set; a row that saw nothing has out 0 and lse -inf.
+
+    Returns:
+        (out, lse) over all of them, computed in the dtype of lse, out in the dtype of the first.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    lses = torch.stack([lse for _, lse in parts])
+    lse = torch.logsumexp(lses, 0)
+    # A row that saw nothing anywhere has lse -inf; shifting by 0 there keeps its weights 0 instead of NaN.
+    weights = (lses - torch.where(lse == float("-inf"), 0.0, lse)).exp()[..., None]
+    out = torch.stack([o.to(lse.dtype) for o, _ in parts]).mul_(weights).sum(0)
+    return out.to(parts[0][0].dtype), lse
+
+
+def row_delta(dout: Tensor, out: Tensor) -> Tensor:
+    """rowsum(dO * O) [S, N] in the compute dtype: all that a partial backward needs of the whole output."""
+    dtype = reference.compute_dtype(out.dtype)
+    return (dout.to(dtype) * out.to(dtype)).sum(-1)
+
+
+class _IntervalAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: IntervalMask, scale: float,
+                backend: Backend) -> tuple[Tensor, Tensor]:
+        out, lse = backend.forward(query, key, value, mask, scale)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.mask, ctx.scale, ctx.backend = mask, scale, backend
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        delta = row_delta(dout, out)
+        if dlse is not None:
+            delta = delta - dlse
+        grads = ctx.backend.backward(dout, query, key, value, lse, delta, ctx.mask, ctx.scale)
+        return (*(g.to(query.dtype) for g in grads), None, None, None)
+
+
+def interval_attention(query: Tensor, key: Tensor, value: Tensor, mask: IntervalMask, *,
+                       scale: float | None = None, backend: str = "reference") -> tuple[Tensor, Tensor]:
+    """softmax(scale * Q K^T) V over the keys that ``mask`` lets each row see. Differentiable.
+
+    Args:
+        query: [S, N, D].
+        key, value: [T, K, D]; N is a multiple of K (grouped-query attention). Value's D may differ.
+        mask: int32 [S] ranges into the T keys.
+        scale: score factor; default 1 / sqrt(D).
+        backend: "auto" or "reference".
+
+    Returns:
+        out like query, and lse [S, N], the log-sum-exp of the scores, float32 (float64 for float64 input).
+        A row that sees nothing gives out 0, lse -inf and zero gradients.
+
+    Raises:
+        ValueError: shapes, dtypes or the backend's name do not fit.
+    """
+    check_shapes(query, key, value, len(mask))
+    return _IntervalAttention.apply(query, key, value, mask, default_scale(query, scale),
+                                    get_backend(backend))
