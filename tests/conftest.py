@@ -1,0 +1,35 @@
+"""Fixtures that every test may use. Nothing here imports torch before a test asks for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+# Before the first import of torch: up to four ranks share two cores, and one thread makes sums repeatable.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[..., list[Any]]]:
+    """``ranks(n, function, *args, timeout=60)``: run a module-level function on n gloo ranks (see pool.py).
+
+    Returns the results by rank. The workers start with the first call and live to the end of the session.
+    """
+    from pool import RankPool
+
+    with RankPool() as pool:
+        yield pool.run
+
+
+@pytest.fixture
+def exact_norms() -> Iterator[None]:
+    """RMSNorm of the stock model in the dtype of its input, in this process (workers enter it themselves)."""
+    import oracle
+
+    with oracle.exact_norms():
+        yield
