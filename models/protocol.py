@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from csbp.attention.cache import CachedPlan
 from csbp.attention.operator import BoundPlan
 from csbp.plan.geometry import LayerKind
 
@@ -70,7 +71,7 @@ class ModelAdapter(Protocol):
         """The modules that FSDP shards and gathers as one, in forward order (usually the decoder layers)."""
         ...
 
-    def forward(self, model: nn.Module, batch: LocalBatch, plan: BoundPlan) -> Tensor:
+    def forward(self, model: nn.Module, batch: LocalBatch, plan: BoundPlan | CachedPlan) -> Tensor:
         """Logits [E, V] of ``batch.loss_rows``, in the model's compute dtype. Must run its collectives and
         touch the model's parameters on every rank, also with E = 0."""
         ...

@@ -1,0 +1,126 @@
+"""The distributed forward and backward of one attention layer, as steps that any transport can drive.
+
+Each function is a generator: it yields an ``Outgoing`` to start an exchange and later None to be sent what
+arrived; between the two it computes. A process group drives one rank; a simulation drives many in
+lock-step. Only clean rows are ever put in an ``Outgoing``. Legend: S query rows, Sc own clean rows, Sn own
+noised rows, R received rows, N query heads, K key/value heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from csbp.attention.core import Backend, merge, row_delta
+from csbp.attention.mask import IntervalMask
+from csbp.comm.transport import Outgoing, Pending, Transport
+
+Phases = Generator[Outgoing | None, Tensor | None, "tuple[Tensor, ...]"]
+
+
+@dataclass(frozen=True)
+class BoundKind:
+    """One layer kind of a rank's plan, on its device.
+
+    Attributes:
+        here: mask into [own clean rows | own noised rows].
+        arrived: mask into the received rows in global order.
+        send: int64, own clean rows to send, by destination.
+        to_global: int64 [R], permutation of the received rows into global order.
+        backend: the kernel.
+    """
+
+    here: IntervalMask
+    arrived: IntervalMask
+    send: Tensor
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
+    to_global: Tensor
+    backend: Backend
+
+    @property
+    def alone(self) -> bool:
+        """Only one rank: no exchange at all."""
+        return len(self.send_counts) == 1
+
+
+def _ship(key_clean: Tensor, value_clean: Tensor, kind: BoundKind) -> Outgoing:
+    rows = torch.cat((key_clean[kind.send], value_clean[kind.send]), -1)
+    return Outgoing(rows, kind.send_counts, kind.receive_counts, "clean_kv")
+
+
+def _unpack(received: Tensor | None, kind: BoundKind, key_dim: int) -> tuple[Tensor, Tensor]:
+    """Received rows in global order, K and V apart (the one copy they need)."""
+    assert received is not None
+    return received[..., :key_dim][kind.to_global], received[..., key_dim:][kind.to_global]
+
+
+def forward_phases(query: Tensor, key_clean: Tensor, value_clean: Tensor, key_noised: Tensor,
+                   value_noised: Tensor, kind: BoundKind, scale: float) -> Phases:
+    """Attention of one rank's queries [S, N, D] over all clean rows they see and their own blocks.
+
+    Returns:
+        (out [S, N, D], lse [S, N]).
+    """
+    if not kind.alone:
+        yield _ship(key_clean, value_clean, kind)
+    here = kind.backend.forward(query, torch.cat((key_clean, key_noised)), torch.cat((value_clean, value_noised)),
+                                kind.here, scale)
+    if kind.alone:
+        return here
+    key, value = _unpack((yield None), kind, key_clean.shape[-1])
+    return merge([here, kind.backend.forward(query, key, value, kind.arrived, scale)])
+
+
+def backward_phases(dout: Tensor, query: Tensor, key_clean: Tensor, value_clean: Tensor, key_noised: Tensor,
+                    value_noised: Tensor, out: Tensor, lse: Tensor, kind: BoundKind, scale: float) -> Phases:
+    """Gradients of the five inputs of ``forward_phases``, in their dtypes.
+
+    The clean rows travel a second time (shards are kept, never gathered buffers). Gradients of received
+    rows are computed first and travel home while the local part runs; an owner adds them in rank order.
+    """
+    if not kind.alone:
+        yield _ship(key_clean, value_clean, kind)
+    delta, key_dim, clean = row_delta(dout, out), key_clean.shape[-1], len(key_clean)
+    dq_far: Tensor | None = None
+    if not kind.alone:
+        key, value = _unpack((yield None), kind, key_dim)
+        dq_far, dk_far, dv_far = kind.backend.backward(dout, query, key, value, lse, delta, kind.arrived, scale)
+        home = torch.empty(*key.shape[:2], key_dim + value.shape[-1], dtype=key.dtype, device=key.device)
+        home[kind.to_global] = torch.cat((dk_far, dv_far), -1).to(key.dtype)
+        yield Outgoing(home, kind.receive_counts, kind.send_counts, "clean_grad")
+    dq, dk, dv = kind.backend.backward(
+        dout, query, torch.cat((key_clean, key_noised)), torch.cat((value_clean, value_noised)), lse, delta,
+        kind.here, scale)
+    dk_clean, dv_clean = dk[:clean], dv[:clean]
+    if not kind.alone:
+        assert dq_far is not None
+        dq = dq + dq_far
+        returned = yield None
+        assert returned is not None
+        dk_clean, dv_clean = dk_clean.clone(), dv_clean.clone()
+        for rows, part in zip(kind.send.split(kind.send_counts), returned.split(kind.send_counts), strict=True):
+            # A source rank names each row at most once, so the order of the sum is the order of ranks.
+            dk_clean[rows] += part[..., :key_dim].to(dk.dtype)
+            dv_clean[rows] += part[..., key_dim:].to(dv.dtype)
+    dtype = query.dtype
+    return dq.to(dtype), dk_clean.to(dtype), dv_clean.to(dtype), dk[clean:].to(dtype), dv[clean:].to(dtype)
+
+
+def drive(phases: Phases, transport: Transport) -> tuple[Tensor, ...]:
+    """Run one rank's phases over its transport."""
+    reply: Tensor | None = None
+    pending: Pending | None = None
+    while True:
+        try:
+            request = phases.send(reply)
+        except StopIteration as stop:
+            return stop.value
+        if request is None:
+            assert pending is not None
+            reply, pending = pending.wait(), None
+        else:
+            reply, pending = None, transport.start(request)

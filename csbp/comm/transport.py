@@ -1,0 +1,114 @@
+"""Moving rows between the ranks of the sequence axis.
+
+A transport starts an uneven all-to-all and hands back something to wait for. It also counts what leaves
+the rank, so that tests can hold the bytes against the plan. Two exist: a process group, and nothing at
+all for one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """Rows to send.
+
+    Attributes:
+        rows: [sum(send_counts), ...], grouped by destination rank.
+        send_counts, receive_counts: rows per peer; a rank sends none to itself.
+        label: what travels, for the counters: "clean_kv" or "clean_grad".
+    """
+
+    rows: Tensor
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
+    label: str
+
+
+class Pending(Protocol):
+    """A started exchange."""
+
+    def wait(self) -> Tensor:
+        """[sum(receive_counts), ...], grouped by source rank."""
+        ...
+
+
+class Transport(Protocol):
+    """What the attention operator needs of a network."""
+
+    rank: int
+    world: int
+    sent_rows: dict[str, int]
+    sent_bytes: dict[str, int]
+
+    def start(self, outgoing: Outgoing) -> Pending:
+        """Begin; every rank of the axis must start the same exchanges in the same order, empty or not."""
+        ...
+
+
+class _Counting:
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        self.sent_rows: dict[str, int] = {}
+        self.sent_bytes: dict[str, int] = {}
+
+    def _count(self, outgoing: Outgoing) -> None:
+        rows, label = outgoing.rows, outgoing.label
+        self.sent_rows[label] = self.sent_rows.get(label, 0) + len(rows)
+        self.sent_bytes[label] = self.sent_bytes.get(label, 0) + rows.numel() * rows.element_size()
+
+
+@dataclass(frozen=True)
+class _Done:
+    received: Tensor
+
+    def wait(self) -> Tensor:
+        return self.received
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    work: dist.Work
+    received: Tensor
+    sent: Tensor  # kept alive until the exchange is over
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.received
+
+
+class LocalTransport(_Counting):
+    """One rank: nothing travels."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def start(self, outgoing: Outgoing) -> Pending:
+        """Nothing to send and nothing to wait for."""
+        assert len(outgoing.rows) == 0
+        return _Done(outgoing.rows)
+
+
+class ProcessGroupTransport(_Counting):
+    """All-to-all over a torch.distributed process group (gloo or NCCL)."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        self.group = group
+
+    def start(self, outgoing: Outgoing) -> Pending:
+        """Begin the exchange without waiting for it."""
+        self._count(outgoing)
+        sent = outgoing.rows.contiguous()
+        received = torch.empty(sum(outgoing.receive_counts), *sent.shape[1:], dtype=sent.dtype,
+                               device=sent.device)
+        work = dist.all_to_all_single(received, sent, list(outgoing.receive_counts),
+                                      list(outgoing.send_counts), group=self.group, async_op=True)
+        assert work is not None
+        return _InFlight(work, received, sent)

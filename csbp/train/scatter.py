@@ -1,0 +1,47 @@
+"""A rank's tensors of one pack: the one place where global rows become local ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from csbp.diffusion.layout import LossTerm, StreamLayout
+from csbp.models.protocol import LocalBatch, LocalTerm
+from csbp.plan.plan import RankRows
+
+
+def scatter(layout: StreamLayout, rows: RankRows, device: torch.device | str = "cpu") -> LocalBatch:
+    """Tokens, positions and loss entries of the rows that a rank holds.
+
+    Args:
+        layout: the pack, T clean and M noised rows.
+        rows: which of them the rank holds, and in what order; a dummy row (-1) becomes token 0 at position 0
+            and no loss term names it.
+        device: where the tensors go.
+    """
+    clean = layout.geometry.num_clean
+    held = np.concatenate([rows.clean, np.where(rows.noised < 0, -1, clean + rows.noised)])
+    real, safe = held >= 0, np.maximum(held, 0)
+    place = np.full(len(layout.tokens) + 1, -1)
+    place[held[real]] = np.flatnonzero(real)
+    mine = [place[term.rows] >= 0 for term in layout.terms]
+    asked = [place[term.rows[own]] for term, own in zip(layout.terms, mine, strict=True)]
+    loss_rows = np.unique(np.concatenate([*asked, np.zeros(0, np.int64)]))
+
+    def local(values: np.ndarray) -> torch.Tensor:
+        padded = values if len(values) else np.zeros(1, np.int64)
+        return torch.from_numpy(np.where(real, padded[safe], 0).astype(np.int64)).to(device)
+
+    return LocalBatch(
+        tokens=local(layout.tokens), positions=local(layout.positions), num_clean=len(rows.clean),
+        clean_rows=torch.from_numpy(rows.clean).to(device), loss_rows=torch.from_numpy(loss_rows).to(device),
+        terms=tuple(_term(term, own, np.searchsorted(loss_rows, at), device)
+                    for term, own, at in zip(layout.terms, mine, asked, strict=True)))
+
+
+def _term(term: LossTerm, own: np.ndarray, index: np.ndarray, device: torch.device | str) -> LocalTerm:
+    def send(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+    return LocalTerm(name=term.name, index=send(index), labels=send(term.labels[own]),
+                     weights=send(term.weights[own]), masked=send(term.masked[own]), scale=term.scale)

@@ -1,0 +1,89 @@
+"""Qwen3: the stock transformers model, run on a rank's rows with csbp's attention.
+
+Legend: S local rows, E rows with a loss, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from csbp.models.protocol import LocalBatch
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from csbp.attention import interface
+from csbp.attention.operator import BoundPlan
+from csbp.errors import ConfigError
+from csbp.plan.geometry import LayerKind
+
+KIND_OF_TYPE = {"full_attention": "full", "sliding_attention": "sliding"}
+
+
+def _model(model: nn.Module) -> Qwen3ForCausalLM:
+    return cast(Qwen3ForCausalLM, model)
+
+
+def _kinds(config: Qwen3Config) -> tuple[str, ...]:
+    """The layer kind of every layer."""
+    return tuple(KIND_OF_TYPE[t] for t in config.layer_types)
+
+
+class Qwen3Adapter:
+    """``ModelAdapter`` of Qwen3ForCausalLM (transformers models/qwen3)."""
+
+    family = "qwen3"
+
+    def load(self, path: Path, dtype: torch.dtype) -> nn.Module:
+        """Pretrained weights from a Hugging Face folder."""
+        config = self._config(path, {})
+        return Qwen3ForCausalLM.from_pretrained(path, config=config, dtype=dtype, local_files_only=True,
+                                                use_safetensors=True)
+
+    def build(self, path: Path | None, shape: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
+        """Random weights by the family's own initialisation (draws from torch's global generator)."""
+        return cast(nn.Module, Qwen3ForCausalLM(self._config(path, shape))).to(dtype)
+
+    def _config(self, path: Path | None, shape: Mapping[str, Any]) -> Qwen3Config:
+        base = Qwen3Config.from_pretrained(path, local_files_only=True).to_dict() if path else {}
+        known = Qwen3Config().to_dict()
+        for name in shape:
+            if name not in known:
+                raise ConfigError(f"model.shape.{name}", shape[name], "Qwen3's configuration has no such field")
+        if "num_hidden_layers" in shape:
+            base.pop("layer_types", None)  # one entry a layer; derived anew
+        config = Qwen3Config(**{**base, **shape})
+        if config.attention_dropout:
+            raise ConfigError("model.shape.attention_dropout", config.attention_dropout, "set it to 0")
+        interface.register()
+        config._attn_implementation = interface.NAME
+        config.use_cache = False
+        return config
+
+    def layer_kinds(self, model: nn.Module, clean: str) -> tuple[LayerKind, ...]:
+        """One kind, or two where some layers have a sliding window."""
+        config = _model(model).config
+        kinds = {"full": LayerKind("full", clean),
+                 "sliding": LayerKind("sliding", clean, window=config.sliding_window)}
+        return tuple(kinds[name] for name in dict.fromkeys(_kinds(config)))
+
+    def units(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The decoder layers."""
+        return list(_model(model).model.layers)
+
+    def forward(self, model: nn.Module, batch: LocalBatch, plan: BoundPlan) -> Tensor:
+        """Logits [E, V] of the rows with a loss."""
+        out = model(input_ids=batch.tokens[None], position_ids=batch.positions[None], use_cache=False,
+                    logits_to_keep=batch.loss_rows, csbp_plan=plan, csbp_kinds=_kinds(_model(model).config))
+        return out.logits[0]
+
+    def export_config(self, model: nn.Module, diffusion: Mapping[str, Any]) -> dict[str, Any]:
+        """Qwen3's config.json with the diffusion properties beside its own fields."""
+        config = _model(model).config.to_dict()
+        config.update(architectures=["Qwen3ForCausalLM"], use_cache=True, **diffusion)
+        return {k: v for k, v in config.items() if not k.startswith("_")}
+
+
+ADAPTER = Qwen3Adapter()
