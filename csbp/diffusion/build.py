@@ -96,7 +96,11 @@ def _grid(pack: PackedBatch, block_size: int) -> _Grid:
 
 
 def _learnt(pack: PackedBatch, needs_predecessor: bool) -> np.ndarray:
-    """bool [T], tokens that some row predicts. If the row before predicts a token, a document's first has none."""
+    """bool [T], supervised tokens that some row predicts.
+
+    Where the row before a token predicts it, a document's first token has no predictor: it is not learnt,
+    and not hidden either, as a sampler never has to guess it.
+    """
     if not needs_predecessor:
         return pack.target_mask
     return pack.target_mask & (pack.positions > 0)

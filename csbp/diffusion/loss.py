@@ -1,4 +1,4 @@
-"""Sums of the loss terms over one rank's rows. Shapes: E rows with logits, V vocabulary, N entries of a term."""
+"""Sums of the loss terms over one rank's rows. E rows with logits, V vocabulary, N entries of a term."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def term_sums(logits_EV: Tensor, batch: LocalBatch) -> dict[str, TermSum]:
 def denominator(count: float) -> float:
     """What a term's sum is divided by, from its count over all packs of the optimizer step.
 
-    Counts are whole numbers. A step whose noise hides nothing has count 0 and sum 0: its loss is defined as 0.
+    Counts are whole numbers. A step whose noise hides nothing has count 0 and sum 0: its loss is 0.
     """
     return max(count, 1.0)

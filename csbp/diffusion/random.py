@@ -1,9 +1,9 @@
 """Random numbers that belong to a token, not to a process.
 
 Every draw is a pure function of (seed, step, sample id, block, slot, purpose): Philox4x32-10, the
-counter-based generator of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011). There is no
-state to save, and neither the rank, nor the place of a document in its pack, nor the order of the calls enters,
-so any number of ranks, any micro-batch split and any resume draw the same numbers.
+counter-based generator of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011). There
+is no state to save, and neither the rank, nor the place of a document in its pack, nor the order of the
+calls enters, so any number of ranks, any micro-batch split and any resume draw the same numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _MULTIPLY_0, _MULTIPLY_2 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _WEYL_0, _WEYL_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _LOW, _32 = np.uint64(0xFFFFFFFF), np.uint64(32)
 
-Words = tuple[np.ndarray, ...]
+Word = np.ndarray | np.uint64
+Words = tuple[Word, ...]
 
 
 class Purpose(IntEnum):
@@ -72,7 +73,7 @@ def uniform(seed: ArrayLike, step: ArrayLike, sample_id: ArrayLike, block: Array
     slot_low, slot_high = _halves(slot)
     assert not (block_high.any() or slot_high.any()), "block and slot are 32-bit"
     high, low, _, _ = philox4x32((*_halves(sample_id), block_low, slot_low), (k0, k1))
-    return ((high << np.uint64(21)) | (low >> np.uint64(11))) * 2.0**-53
+    return np.asarray((high << np.uint64(21)) | (low >> np.uint64(11))) * 2.0**-53
 
 
 def _halves(value: ArrayLike) -> Words:
