@@ -1,0 +1,156 @@
+"""The ranks of a run: process group, mesh, device, and the few collectives that the trainer asks for.
+
+Ranks are numbered csbp fastest: rank = dp_rank * csbp + csbp_rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from csbp.comm.transport import LocalTransport, ProcessGroupTransport, Transport
+from csbp.config.schema import ParallelConfig
+from csbp.errors import ConfigError
+
+
+@dataclass
+class Runtime:
+    """One rank's place in the run.
+
+    Attributes:
+        rank, world, local_rank: as torchrun numbers them.
+        device: where this rank computes.
+        dp, csbp: sizes of the mesh axes; dp_rank, csbp_rank: this rank's place on them.
+        shard_mesh: one axis over all ranks, for FSDP.
+        transport: moves clean rows along the csbp axis.
+        run_dir: the run folder, the same on every rank.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    device: torch.device
+    dp: int
+    csbp: int
+    shard_mesh: DeviceMesh
+    transport: Transport
+    run_dir: Path
+
+    @property
+    def dp_rank(self) -> int:
+        """Which data-parallel replica this rank belongs to."""
+        return self.rank // self.csbp
+
+    @property
+    def csbp_rank(self) -> int:
+        """This rank's place on the sequence axis."""
+        return self.rank % self.csbp
+
+    @property
+    def main(self) -> bool:
+        """True on the rank that writes files and owns the terminal."""
+        return self.rank == 0
+
+    def total(self, values: Iterable[float]) -> list[float]:
+        """Sums over all ranks, in float64."""
+        summed = torch.tensor(list(values), dtype=torch.float64, device=self.device)
+        dist.all_reduce(summed)
+        return summed.tolist()
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value (a picklable object), on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def on_main(self, function: Callable[[], Any]) -> Any:
+        """Run something on rank 0 while the others wait; its value, or its error, reaches every rank."""
+        value, error = None, None
+        if self.main:
+            try:
+                value = function()
+            except Exception as caught:
+                error = caught
+        value, error = self.broadcast((value, error))
+        if error is not None:
+            raise error
+        return value
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self.total([0.0])
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def choose_device(name: str, local_rank: int) -> torch.device:
+    """The device of a rank.
+
+    Raises:
+        ConfigError: CUDA was asked for and there is none, or there are more ranks than GPUs on this host.
+    """
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("parallel.device", name, "no CUDA device is visible; use parallel.device=cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError("parallel.nproc", local_rank + 1, f"this host has {torch.cuda.device_count()} GPUs; "
+                          "start fewer ranks here, or use parallel.device=cpu")
+    return torch.device("cuda", local_rank)
+
+
+def mesh_sizes(config: ParallelConfig, world: int) -> tuple[int, int]:
+    """(dp, csbp) for ``world`` ranks.
+
+    Raises:
+        ConfigError: the axes do not multiply to the number of ranks.
+    """
+    if config.nproc != world:
+        raise ConfigError("parallel.nproc", config.nproc, f"WORLD_SIZE is {world}; set parallel.nproc={world}")
+    csbp = config.csbp or world
+    if world % csbp:
+        raise ConfigError("parallel.csbp", csbp, f"must divide parallel.nproc={world}")
+    return world // csbp, csbp
+
+
+def start_runtime(config: ParallelConfig, run_dir: Callable[[], Path]) -> Runtime:
+    """Join the process group described by RANK, WORLD_SIZE, LOCAL_RANK (one rank where they are unset).
+
+    Args:
+        config: mesh sizes, device, threads.
+        run_dir: called on rank 0 only; where its answer comes from is the caller's business.
+
+    The rendezvous is CSBP_INIT_METHOD where csbp started the ranks itself, MASTER_ADDR/PORT otherwise.
+    """
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    dp, csbp = mesh_sizes(config, world)
+    device = choose_device(config.device, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(config.threads)
+    if not dist.is_initialized():
+        method = os.environ.get("CSBP_INIT_METHOD")
+        store = dist.HashStore() if method is None and "MASTER_ADDR" not in os.environ and world == 1 else None
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world, store=store,
+            init_method=None if store else (method or "env://"),
+            timeout=timedelta(seconds=config.timeout_seconds),
+            device_id=device if device.type == "cuda" else None)
+    mesh = init_device_mesh(device.type, (dp, csbp), mesh_dim_names=("dp", "csbp"))
+    transport: Transport = ProcessGroupTransport(mesh["csbp"].get_group()) if csbp > 1 else LocalTransport()
+    runtime = Runtime(rank, world, local_rank, device, dp, csbp, mesh._flatten("shard"), transport, Path())
+    runtime.run_dir = Path(runtime.on_main(run_dir))
+    return runtime

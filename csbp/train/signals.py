@@ -1,0 +1,25 @@
+"""SIGTERM and SIGINT ask for a stop; the loop saves at the end of its step and leaves."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+
+class StopRequest:
+    """Becomes true at the first signal. Further signals change nothing."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __bool__(self) -> bool:
+        return self.requested
+
+    def install(self) -> StopRequest:
+        """Take over SIGTERM and SIGINT of this process (main thread only)."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True

@@ -1,0 +1,141 @@
+"""One optimizer step and one evaluation: from packs to losses and gradients, on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from csbp.attention.operator import BoundPlan
+from csbp.config.schema import NoiseConfig, ObjectiveConfig
+from csbp.data.batch import PackedBatch, empty_batch
+from csbp.diffusion.build import build_layout
+from csbp.diffusion.layout import StreamLayout
+from csbp.diffusion.loss import denominator, term_sums
+from csbp.models.protocol import LocalBatch, ModelAdapter
+from csbp.parallel.gradients import clip, global_norm
+from csbp.parallel.runtime import Runtime
+from csbp.plan.plan import plan_rank
+from csbp.train.scatter import scatter
+
+
+@dataclass(frozen=True)
+class Noising:
+    """What turns a pack into streams: the same values give the same noise anywhere."""
+
+    objective: ObjectiveConfig
+    noise: NoiseConfig
+    mask_token_id: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """One micro-batch of one rank."""
+
+    layout: StreamLayout
+    batch: LocalBatch
+    plan: BoundPlan
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Global numbers of one step, equal on every rank.
+
+    Attributes:
+        loss: the objective in nats, terms weighted and divided by their global counts.
+        terms: name -> that term alone, before its factor.
+        accuracy: share of hidden tokens whose most likely token is right; NaN where none was hidden.
+        clean_tokens, supervised: tokens of the packs, and how many of them are supervised.
+        grad_norm: before clipping; NaN in an evaluation.
+        updated: False where a loss or gradient was not finite and no rank changed its weights.
+        stop: some rank was asked to stop.
+    """
+
+    loss: float
+    terms: dict[str, float]
+    accuracy: float
+    clean_tokens: int
+    supervised: int
+    grad_norm: float = math.nan
+    updated: bool = False
+    stop: bool = False
+
+
+class StepRunner:
+    """Runs packs through a model. Holds no state that a checkpoint would need."""
+
+    def __init__(self, model: nn.Module, adapter: ModelAdapter, runtime: Runtime, backend: str) -> None:
+        self.model, self.adapter, self.runtime, self.backend = model, adapter, runtime, backend
+
+    def prepare(self, packs: Sequence[PackedBatch], noising: Noising, step: int) -> list[Work]:
+        """This rank's micro-batches of a step's packs: pack i goes to replica i mod dp.
+
+        Replicas that are a pack short get an empty one, so that every rank runs as many collectives.
+        """
+        runtime = self.runtime
+        kinds = self.adapter.layer_kinds(self.model, noising.objective.clean_stream)
+        rounds = -(-len(packs) // runtime.dp)
+        mine = list(packs[runtime.dp_rank::runtime.dp])
+        mine += [empty_batch()] * (rounds - len(mine))
+        works = []
+        for pack in mine:
+            layout = build_layout(pack, noising.objective, noising.noise, mask_token_id=noising.mask_token_id,
+                                  seed=noising.seed, step=step)
+            plan = plan_rank(layout.geometry, kinds, runtime.csbp, runtime.csbp_rank)
+            works.append(Work(layout, scatter(layout, plan.rows, runtime.device),
+                              BoundPlan(plan, runtime.transport, runtime.device, self.backend)))
+        return works
+
+    def counts(self, works: Sequence[Work], stop: bool = False) -> tuple[dict[str, float], int, int, bool]:
+        """Global denominators of the terms, clean tokens, supervised tokens, and whether any rank must stop."""
+        names = [term.name for term in works[0].layout.terms]
+        local = [0.0] * (len(names) + 2)
+        if self.runtime.csbp_rank == 0:  # all ranks of a sequence axis know the same pack: count it once
+            for work in works:
+                for place, term in enumerate(work.layout.terms):
+                    local[place] += term.count
+                local[-2] += work.layout.geometry.num_clean
+                local[-1] += work.layout.supervised
+        *totals, tokens, supervised, stops = self.runtime.total([*local, float(stop)])
+        return dict(zip(names, totals, strict=True)), int(tokens), int(supervised), stops > 0
+
+    def run(self, works: Sequence[Work], *, train: bool, stop: bool = False) -> StepResult:
+        """Losses of the packs; with ``train`` also gradients, summed over ranks and micro-batches."""
+        counts, tokens, supervised, stopping = self.counts(works, stop)
+        sums = dict.fromkeys(counts, 0.0)
+        correct = hidden = 0.0
+        for work in works:
+            with torch.set_grad_enabled(train):
+                found = term_sums(self.adapter.forward(self.model, work.batch, work.plan), work.batch)
+                parts: list[Tensor] = []
+                for term in work.batch.terms:
+                    # Divided before the backward, by the whole step's count: gradients then only add.
+                    parts.append(found[term.name].loss * (term.scale / denominator(counts[term.name])))
+                if train:
+                    torch.stack(parts).sum().backward()
+            for name, term_sum in found.items():
+                sums[name] += float(term_sum.loss.detach())
+                if name == works[0].layout.terms[0].name:
+                    correct += float(term_sum.correct)
+                    hidden += float(term_sum.hidden)
+        *totals, correct, hidden = self.runtime.total([*sums.values(), correct, hidden])
+        scales = {term.name: term.scale for term in works[0].layout.terms}
+        terms = {name: total / denominator(counts[name]) for name, total in zip(sums, totals, strict=True)}
+        return StepResult(loss=sum(scales[name] * value for name, value in terms.items()), terms=terms,
+                          accuracy=correct / hidden if hidden else math.nan, clean_tokens=tokens,
+                          supervised=supervised, stop=stopping)
+
+    def update(self, result: StepResult, optimizer: torch.optim.Optimizer, clip_norm: float) -> StepResult:
+        """Clip and apply the gradients, unless anything is not finite anywhere; then no rank changes."""
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = global_norm(parameters)
+        fine = math.isfinite(result.loss) and math.isfinite(norm)
+        if fine:
+            clip(parameters, norm, clip_norm)
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return StepResult(**{**result.__dict__, "grad_norm": norm, "updated": fine})
