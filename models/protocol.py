@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from csbp.attention.cache import CachedPlan
-from csbp.attention.operator import BoundPlan
 from csbp.plan.geometry import LayerKind
+
+if TYPE_CHECKING:
+    from csbp.attention.operator import BoundPlan
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,8 @@ class IntervalMask:
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
         """The rows that see something, grouped for the reference backend. Computed once per mask."""
-        return _tiles(*(getattr(self, f.name).cpu().numpy().astype(np.int64) for f in fields(self)),
-                      device=self.prefix_start.device)
+        low, high, own, end = (getattr(self, f.name).cpu().numpy().astype(np.int64) for f in fields(self))
+        return _tiles(low, high, own, end, self.prefix_start.device)
 
 
 def _hull(start: np.ndarray, end: np.ndarray) -> tuple[int, int]:

@@ -77,7 +77,9 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        grads = drive(backward_phases(dout, *ctx.saved_tensors, ctx.kind, ctx.scale), ctx.transport)
+        query, key_clean, value_clean, key_noised, value_noised, out, lse = ctx.saved_tensors
+        grads = drive(backward_phases(dout, query, key_clean, value_clean, key_noised, value_noised, out, lse,
+                                      ctx.kind, ctx.scale), ctx.transport)
         return (*grads, None, None, None)
 
 

@@ -50,7 +50,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What is learnt, and how it is averaged (facts: models.md section 3)."""
+    """What is learnt, and how it is averaged (formulas: docs/objectives.md)."""
 
     kind: str = option("block_diffusion", "", choices=("block_diffusion", "autoregressive"))
     block_size: int = option(8, "rows of a target block", low=1)
@@ -138,6 +138,7 @@ class TrainConfig:
     eval_every: int = option(0, "held-out loss every so many steps; 0: only before and after", low=0)
     eval_packs: int = option(8, "packs of held-out text in one evaluation", low=1)
     eval_seed: int = option(1234, "seed of the fixed evaluation noise")
+    eval_t_min: float = option(0.02, "smallest noise level in an evaluation", low=0.0001, high=1.0)
     sample_every: int = option(0, "log one filled-in held-out block every so many steps; 0: never", low=0)
     nonfinite_limit: int = option(3, "consecutive skipped updates before the run stops", low=1)
 
@@ -160,6 +161,9 @@ class ObserveConfig:
     progress: str = option("auto", "progress bar; auto: a bar on a terminal, lines elsewhere",
                            choices=("auto", "bar", "lines", "off"))
     plot: bool = option(True, "write loss.png at the end")
+    random_start_loss: float | None = option(None, "recorded held-out loss of this run from random weights, shown "
+                                             "beside the run's own; not measured anew", low=0.0)
+    random_start_steps: int | None = option(None, "how many steps that recorded run had", low=1)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,69 @@
+"""What every training recipe does: open, train, compare, export, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from csbp.checkpoint.huggingface import export_model
+from csbp.config.schema import RunConfig
+from csbp.parallel.runtime import Runtime
+from csbp.train.evaluate import held_out_packs, unigram_loss
+from csbp.train.recorder import Recorder
+from csbp.train.session import Session, open_session
+from csbp.train.trainer import Trainer
+
+STOPPED_EARLY = 1
+
+
+def run_training(config: RunConfig, runtime: Runtime) -> int:
+    """Train to the last step, then evaluate, export and report. Collective.
+
+    Returns:
+        0, or 1 where the run was asked to stop early and has saved its state.
+    """
+    session = open_session(config, runtime)
+    held_out = held_out_packs(session)
+    recorder = Recorder(config, runtime)
+    trainer = Trainer(session, held_out, recorder)
+    resumed = config.resume == "auto" and trainer.resume()
+    recorder.start(session, trainer.progress.step, resumed)
+    try:
+        if not trainer.train():
+            recorder.stopped_early(trainer.progress.step)
+            return STOPPED_EARLY
+        summary = summarise(session, trainer, unigram_loss(session, held_out))
+        if config.checkpoint.export:
+            summary["export_dir"] = str(export(session, summary))
+        recorder.finish(summary, trainer.progress.sample_before, trainer.sample())
+    finally:
+        recorder.close()
+    return 0
+
+
+def export(session: Session, summary: dict[str, Any]) -> Any:
+    """The trained model as a Hugging Face folder in the run folder. Collective."""
+    return export_model(session.model, session.adapter, session.tokenizer, session.runtime.run_dir / "export",
+                        session.diffusion, facts=summary)
+
+
+def summarise(session: Session, trainer: Trainer, unigram: float) -> dict[str, Any]:
+    """The numbers of summary.json; held-out losses in nats per supervised token, all with the same noise."""
+    config, progress = session.config, trainer.progress
+    before, after = progress.before, progress.last
+    assert before is not None and after is not None
+    values: dict[str, Any] = {"steps": progress.step, "seconds": progress.seconds, "nproc": session.runtime.world}
+    for name, found in (("before", before), ("after", after)):
+        values |= {f"eval_loss_{name}": found.loss, f"bits_per_byte_{name}": found.bits_per_byte,
+                   f"masked_accuracy_{name}": found.masked_accuracy}
+    recorded = config.observe
+    values |= {"eval_loss_unigram": unigram, "eval_loss_random_start": recorded.random_start_loss,
+               "random_start_steps": recorded.random_start_steps, "eval_loss_best": progress.best,
+               "export_dir": None}
+    return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
+
+
+def config_values(config: RunConfig) -> dict[str, Any]:
+    """The configuration as nested plain values, for trackers."""
+    return dataclasses.asdict(config)

@@ -1,0 +1,115 @@
+"""A run made ready: everything that a recipe works with, built in one order on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from csbp.checkpoint.huggingface import resolve_model_folder
+from csbp.checkpoint.store import CheckpointStore
+from csbp.config.schema import NoiseConfig, ObjectiveConfig, RunConfig
+from csbp.data.stream import PackStream, open_stream, prepare_corpora
+from csbp.data.tokenizer import load_tokenizer, next_free_id
+from csbp.errors import ConfigError
+from csbp.models.protocol import ModelAdapter
+from csbp.models.registry import get_adapter
+from csbp.parallel.fsdp import shard_model
+from csbp.parallel.runtime import Runtime
+from csbp.train.optimizer import build_optimizer
+from csbp.train.step import Noising, StepRunner
+
+
+@dataclass
+class Session:
+    """One run on one rank. The model is sharded; ``training`` and ``evaluation`` say what is asked of packs."""
+
+    config: RunConfig
+    runtime: Runtime
+    tokenizer: PreTrainedTokenizerBase
+    adapter: ModelAdapter
+    model: nn.Module
+    optimizer: torch.optim.AdamW
+    runner: StepRunner
+    training: Noising
+    evaluation: Noising
+    train_stream: PackStream
+    held_out: PackStream
+    store: CheckpointStore
+
+    @property
+    def diffusion(self) -> dict[str, Any]:
+        """The properties of the checkpoint that a sampler must know; empty for an autoregressive model."""
+        objective = self.config.objective
+        if objective.kind == "autoregressive":
+            return {}
+        return {"block_size": objective.block_size, "mask_token_id": self.training.mask_token_id,
+                "label_shift": objective.label_shift, "clean_stream": objective.clean_stream}
+
+
+def evaluation_of(objective: ObjectiveConfig, noise: NoiseConfig, t_min: float) -> tuple[ObjectiveConfig, NoiseConfig]:
+    """What held-out loss means: the likelihood bound in nats per supervised token (weight 1/t), or plain cross
+    entropy for an autoregressive model; comparable between runs whatever their training weights are."""
+    return (replace(objective, weight="inverse_t", denominator="supervised", ar_weight=0.0),
+            replace(noise, t_min=t_min, t_max=1.0))
+
+
+def open_session(config: RunConfig, runtime: Runtime) -> Session:
+    """Tokenizer, data, model, optimizer. Collective.
+
+    Raises:
+        ConfigError: something in the configuration cannot work with this tokenizer, data or model.
+    """
+    family = config.model.family
+    adapter = get_adapter(family)
+    tokenizer = load_tokenizer(config.data.tokenizer or config.model.path, family)
+    runtime.on_main(lambda: prepare_corpora(config.data, tokenizer))
+    streams = {split: open_stream(config.data, seed=config.seed, tokenizer=tokenizer, split=split)
+               for split in ("train", "validation")}
+    model = build_model(config, adapter)
+    mask = mask_token(config, tokenizer, rows=model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+    model.to(runtime.device)
+    compute = torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32
+    shard_model(model, adapter.units(model), runtime.shard_mesh, compute)
+    objective, noise = evaluation_of(config.objective, config.noise, config.train.eval_t_min)
+    return Session(
+        config, runtime, tokenizer, adapter, model, build_optimizer(model, config.optim),
+        StepRunner(model, adapter, runtime, config.attention.backend),
+        training=Noising(config.objective, config.noise, mask, config.seed),
+        evaluation=Noising(objective, noise, mask, config.train.eval_seed),
+        train_stream=streams["train"], held_out=streams["validation"],
+        store=CheckpointStore(runtime.run_dir, keep=config.checkpoint.keep))
+
+
+def build_model(config: RunConfig, adapter: ModelAdapter) -> nn.Module:
+    """The full-size float32 model, equal on every rank: pretrained, or random from the run's seed."""
+    path: Path | None = resolve_model_folder(config.model.path, config.model.family) if config.model.path else None
+    if config.model.init == "random":
+        torch.manual_seed(config.seed)
+        return adapter.build(path, config.model.shape, torch.float32)
+    if path is None:
+        raise ConfigError("model.path", config.model.path, "name a Hugging Face folder, or set model.init=random")
+    return adapter.load(path, torch.float32)
+
+
+def mask_token(config: RunConfig, tokenizer: PreTrainedTokenizerBase, rows: int) -> int:
+    """The id of [MASK]: configured, or the first past the tokenizer's last.
+
+    Raises:
+        ConfigError: the model has no embedding row for it, or it is an ordinary token.
+    """
+    chosen = config.model.mask_token_id
+    mask = next_free_id(tokenizer) if chosen is None else chosen
+    if config.objective.kind == "autoregressive":
+        return mask
+    if mask >= rows:
+        raise ConfigError("model.mask_token_id", chosen, f"the mask id would be {mask}, but the model has {rows} "
+                          "embedding rows; name a reserved token's id")
+    if mask < next_free_id(tokenizer) and mask not in tokenizer.all_special_ids:
+        raise ConfigError("model.mask_token_id", mask, f"is the ordinary token {tokenizer.decode([mask])!r}; leave "
+                          f"it out to use {next_free_id(tokenizer)}, the first free id")
+    return mask
