@@ -1,0 +1,186 @@
+"""From the words of the command line to a frozen configuration.
+
+Hydra's compose API picks and merges the YAML files: the groups of ``conf/`` and one experiment. Values given on
+the command line are then set one by one, so that each mistake is reported against the word that holds it:
+
+- ``GROUP=CHOICE`` (``model=tiny_qwen3``) picks a file of ``conf/GROUP``;
+- ``experiment=NAME`` picks a file of ``conf/experiment``, ``experiment=PATH.yaml`` a file of one's own, written
+  in the same way (its defaults list may start from a shipped one);
+- ``section.field=VALUE`` sets a field. A text field takes the rest of the word as it stands; the others are
+  read by Hydra's override grammar: ``[a, b]``, ``{name: value}``, ``null``.
+
+A value in a file may refer to another field as ``${section.field}``. Resolvers (``${name:...}``) and keys like
+``_target_`` are refused: a configuration is data and runs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from csbp.config.content import check_keys, refuse_code
+from csbp.config.fields import Field, find_field, nearest_key, nearest_name
+from csbp.config.problems import as_config_error
+from csbp.config.schema import GenerateConfig, RunConfig
+from csbp.config.typed import escape, open_schema, resolve
+from csbp.errors import ConfigError
+
+T = TypeVar("T")
+_KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+_OWN_FILE = "your_file"  # under which name a user's own experiment is given to Hydra
+
+
+def conf_dir() -> Path:
+    """The installed ``conf/``."""
+    spec = find_spec("csbp.conf")
+    assert spec is not None and spec.submodule_search_locations
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def experiments() -> list[str]:
+    """Names of the shipped experiments."""
+    return _choices("experiment")
+
+
+def _choices(group: str) -> list[str]:
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+
+
+def compose_run(words: Sequence[str]) -> RunConfig:
+    """The configuration of ``csbp train`` and ``csbp check``, typed but not yet checked: see ``validate_run``.
+
+    Args:
+        words: ``key=value`` each, as in the module's docstring.
+
+    Raises:
+        ConfigError: a word, a key, a choice or a value that cannot be used.
+    """
+    groups = {field.name for field in dataclasses.fields(RunConfig) if (conf_dir() / field.name).is_dir()}
+    choices, values = _split(words, RunConfig, groups)
+    wanted = choices.pop("experiment", "")
+    if not wanted:
+        raise ConfigError("experiment", "", f"say which: experiment=NAME ({', '.join(experiments())}) "
+                                            "or experiment=FILE.yaml")
+    own = Path(wanted).expanduser() if wanted.endswith((".yaml", ".yml")) else None
+    if own:
+        _register(own)
+    for group, choice in {**choices, **({} if own else {"experiment": wanted})}.items():
+        if choice not in _choices(group):
+            fix = nearest_name(choice, _choices(group), f"choices of conf/{group}")
+            if group != "experiment":
+                fix += f" (to set one field: {group}.FIELD=VALUE)"
+            raise ConfigError(group, choice, fix)
+    overrides = [f"{group}={choice}" for group, choice in choices.items()]
+    overrides.append(f"experiment={_OWN_FILE if own else wanted}")
+    config = _compose("config", RunConfig, overrides, values, own or conf_dir() / "experiment" / f"{wanted}.yaml")
+    return dataclasses.replace(config, experiment=own.stem if own else wanted)
+
+
+def compose_generate(words: Sequence[str]) -> GenerateConfig:
+    """The configuration of ``csbp generate``; see ``compose_run``."""
+    _, values = _split(words, GenerateConfig, set())
+    return _compose("generate", GenerateConfig, [], values, conf_dir() / "generate.yaml")
+
+
+def _split(words: Sequence[str], cls: type, groups: set[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Group choices and values, both by key. A value given twice: the last one counts, as in a shell script
+    that appends; a group chosen twice is refused."""
+    choices: dict[str, str] = {}
+    values: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        key = key.strip().lstrip("+")  # Hydra's sign for a new key; here only mappings take new ones
+        if key.startswith("~"):
+            raise ConfigError(key, value, "settings cannot be removed; give the value that is wanted")
+        if not equals:
+            raise ConfigError(key, "", f"write {key}=VALUE" if _KEY.fullmatch(key) else "write KEY=VALUE")
+        if not _KEY.fullmatch(key):
+            raise ConfigError(key, value, f"not a key; {nearest_key(cls, key.lstrip('-'))}")
+        if key not in groups:
+            values[key] = value
+        elif choices.setdefault(key, value) != value:
+            raise ConfigError(key, value, f"chosen twice, also as {choices[key]}; give one")
+    return choices, values
+
+
+def _compose(name: str, cls: type[T], overrides: list[str], values: dict[str, str], file: Path) -> T:
+    """Merge the files, set the values, follow the references. ``file`` is named in messages."""
+    schema = open_schema(cast(Any, cls))
+    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            config = compose(name, overrides=overrides)
+        refuse_code(OmegaConf.to_container(config, resolve=False), "")
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
+        raise as_config_error(error, cls, file) from error
+    for key, text in values.items():
+        _set_value(config, cls, key, text)
+    try:
+        return resolve(config, cls)
+    except OmegaConfBaseException as error:
+        raise as_config_error(error, cls, file) from error
+
+
+def _register(file: Path) -> None:
+    """Give a user's file to Hydra as one of ``conf/experiment``."""
+    try:
+        content = OmegaConf.load(file)
+    except OSError as error:
+        raise ConfigError("experiment", str(file), f"cannot be read: {error.strerror}") from error
+    except YAMLError as error:
+        raise as_config_error(error, RunConfig, file) from error
+    if not isinstance(content, DictConfig):
+        raise ConfigError("experiment", str(file), "must hold a mapping of settings")
+    plain: Any = OmegaConf.to_container(content, resolve=False)
+    plain.pop("defaults", None)
+    check_keys(RunConfig, plain, "")
+    ConfigStore.instance().store(group="experiment", name=_OWN_FILE, node=content, package="_global_")
+
+
+def _set_value(config: DictConfig, cls: type, key: str, text: str) -> None:
+    """Set one field from the text after ``=``."""
+    field = find_field(cls, key, text)
+    value = _read(field, key, text)
+    parts = key.split(".")
+    for depth in range(1, len(parts)):
+        holder = OmegaConf.select(config, ".".join(parts[:depth]))
+        if OmegaConf.is_list(holder) and not (parts[depth].isdigit() and int(parts[depth]) < len(holder)):
+            raise ConfigError(key, text, f"the list has {len(holder)} entries, counted from 0")
+    try:
+        if field.item:
+            check_keys(cls, {parts[-1]: value}, key.removesuffix(parts[-1]))
+        OmegaConf.update(config, key, value, merge=True, force_add=True)
+        refuse_code({parts[-1]: None if field.type is str else value}, ".".join(parts[:-1]))
+    except (OmegaConfBaseException, ValueError) as error:
+        raise as_config_error(error, cls, None, key=key, value=text) from error
+
+
+def _read(field: Field, key: str, text: str) -> Any:
+    """The Python value of an override's text: see the module's docstring."""
+    if field.optional and text == "null":
+        return None
+    if field.type is str:
+        return escape(text)
+    if field.is_section and field.item is None and "." not in key:
+        raise ConfigError(key, text, f"a section of fields; set one as {key}.FIELD=VALUE")
+    if not text.strip():
+        raise ConfigError(key, text, f"has no value; it must be {field.expects()}")
+    try:
+        override = OverridesParser.create().parse_override(f"{key}={text}")
+    except HydraException as error:
+        raise ConfigError(key, text, f"must be {field.expects()}") from error
+    if override.is_sweep_override():
+        raise ConfigError(key, text, f"one run takes one value: {field.expects()}")
+    return override.value()

@@ -1,0 +1,91 @@
+"""What Hydra, OmegaConf and the YAML parser raise, as a ConfigError with the field, the value and the fix."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+)
+from yaml import YAMLError
+
+from csbp.config.fields import fields_of, find_field, nearest_key
+from csbp.errors import ConfigError
+
+_UNKNOWN = object()
+
+
+def as_config_error(error: BaseException, cls: type, file: Path | None, *, key: str = "",
+                    value: object = _UNKNOWN) -> ConfigError:
+    """Translate an exception that was raised while composing ``cls``.
+
+    Args:
+        error: what was raised; the reason is looked for in its causes.
+        cls: the configuration's dataclass.
+        file: the YAML file being read, or None.
+        key, value: the override being applied, if one was.
+    """
+    reason = _reason(error)
+    where = f" (in {file})" if file else ""
+    if isinstance(reason, ConfigError):
+        return reason
+    if isinstance(reason, YAMLError):
+        return ConfigError("experiment", str(file), f"not valid YAML: {_one_line(reason)}")
+    if not isinstance(reason, OmegaConfBaseException):
+        return ConfigError(key or "experiment", str(file) if value is _UNKNOWN else value, _one_line(error))
+    name = _full_name(reason, cls, key)
+    if value is _UNKNOWN or name != key:
+        value = _value_in(file, name, reason)
+    if isinstance(reason, InterpolationResolutionError):
+        return ConfigError(name, value, f"{_one_line(reason)}; a reference is written ${{section.field}}{where}")
+    if isinstance(reason, (ConfigKeyError, ConfigAttributeError)):
+        return ConfigError(name, value, f"no such setting; {nearest_key(cls, name)}{where}")
+    try:
+        expected = find_field(cls, name, value).expects()
+    except ConfigError as unknown:
+        return unknown
+    return ConfigError(name, value, f"must be {expected}{where}")
+
+
+def _reason(error: BaseException) -> BaseException:
+    """The first exception along the causes that says which field is wrong, or the first one of all."""
+    step: BaseException | None = error
+    while step is not None:
+        if isinstance(step, (ConfigError, OmegaConfBaseException, YAMLError)):
+            return step
+        step = step.__cause__ or step.__context__
+    return error
+
+
+def _full_name(reason: OmegaConfBaseException, cls: type, key: str) -> str:
+    """The dotted key. OmegaConf names a field of a list's entry without the list in front: add it."""
+    name = re.sub(r"\[(\d+)\]", r".\1", str(reason.full_key or reason.key or key or "experiment"))
+    owner = getattr(reason.ref_type, "__name__", "")
+    for field in fields_of(cls):
+        if field.item and field.item.__name__ == owner and not name.startswith(field.key):
+            return f"{key if key.startswith(field.key + '.') else field.key + '.N'}.{name}"
+    return name
+
+
+def _value_in(file: Path | None, name: str, reason: BaseException) -> Any:
+    """What the file gives for a key; failing that, what the message quotes."""
+    try:
+        value: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False) if file else {}
+        for part in name.split("."):
+            value = value[int(part) if isinstance(value, list) else part]
+        return value
+    except (OSError, YAMLError, OmegaConfBaseException, LookupError, TypeError, ValueError):
+        quoted = re.search(r"Value '(.*)' of type", str(reason))
+        return quoted[1] if quoted else None
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    kept = [line for line in lines if not line.startswith(("full_key:", "object_type", "reference_type", "See "))]
+    return " ".join(kept[:3]) or type(error).__name__
