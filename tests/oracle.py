@@ -154,6 +154,20 @@ def run_alone(model: nn.Module, prefix: Sequence[int], noised: Sequence[int], po
     return model(input_ids=tokens, position_ids=where, attention_mask=sees[None, None]).logits[0]
 
 
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor) -> Tensor:
+    """Attention [S, N, D] of query [S, N, D] over key and value [T, K, D] with the bool mask [S, T].
+
+    A row that sees nothing gives 0.
+    """
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = torch.einsum("snd,tnd->nst", query, key) * query.shape[-1] ** -0.5
+    scores = scores.masked_fill(~sees, float("-inf"))
+    blind = ~sees.any(1)
+    weights = torch.softmax(scores.masked_fill(blind[:, None], 0.0), -1).masked_fill(blind[:, None], 0.0)
+    return torch.einsum("nst,tnd->snd", weights, value)
+
+
 def dense_mask(geometry: Geometry, kind: LayerKind) -> np.ndarray:
     """bool [R, R] over [clean | noised] rows and keys: the table, one (row, key) at a time."""
     total = geometry.num_clean + geometry.num_noised

@@ -32,7 +32,7 @@ PRELOAD = [
     "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor",
     "torch.distributed.device_mesh", "torch.distributed.checkpoint",
     "transformers", "transformers.models.qwen3.modeling_qwen3",
-    "csbp.config.schema", "csbp.plan.geometry", "csbp.diffusion.layout", "csbp.attention.mask",
+    "csbp.train.step", "csbp.parallel.fsdp", "csbp.models.registry", "csbp.models.qwen3.adapter",
 ]
 
 
@@ -71,6 +71,8 @@ class RankPool:
 
     def run(self, n: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
         """Call ``function(*args)`` on n ranks with ``torch.distributed`` (gloo) initialised at world size n.
+
+        RANK, LOCAL_RANK and WORLD_SIZE are set as torchrun sets them.
 
         Args:
             n: world size, 1 to ``MAX_RANKS``.
@@ -219,6 +221,7 @@ def _one_call(rank: int, n: int, store: str, timeout: float, payload: bytes) -> 
     import torch
     import torch.distributed as dist
 
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n))
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=n,
