@@ -1,6 +1,6 @@
 """The reference backend: plain torch, any device, any float dtype, forward and backward.
 
-Each tile of up to 128 query rows meets only the hull of the key ranges that its rows need. Half-precision
+Each tile of query rows (see ``mask``) meets only the hull of the key ranges that its rows need. Half-precision
 inputs are computed in float32, float64 in float64. Legend: S query rows, T keys, N query heads, K key/value
 heads, G = N / K, D head dim, R rows of a tile, L keys of a tile's hulls.
 """
