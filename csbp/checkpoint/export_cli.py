@@ -1,0 +1,33 @@
+"""``csbp export``: the newest checkpoint of a run as a Hugging Face folder, in one process on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from csbp.checkpoint.card import run_facts
+from csbp.checkpoint.huggingface import export_model
+from csbp.checkpoint.reading import EXPORT, newest_checkpoint, open_model
+from csbp.errors import ConfigError
+
+
+def run_export(run_dir: Path, out: Path | None = None) -> int:
+    """Export the newest undamaged checkpoint of ``run_dir`` to ``out`` (default: ``run_dir/export``).
+
+    Returns:
+        0, the exit code.
+
+    Raises:
+        ConfigError: the run has no undamaged checkpoint.
+    """
+    from transformers import AutoTokenizer
+
+    newest = newest_checkpoint(run_dir)
+    if newest is None:
+        raise ConfigError("run_dir", str(run_dir), "give the folder of a run that has an undamaged checkpoint")
+    opened = open_model(newest)
+    tokenizer = AutoTokenizer.from_pretrained(opened.files)
+    facts = {**run_facts(run_dir), "step of the checkpoint": opened.step}
+    folder = export_model(opened.model, opened.adapter, tokenizer, out or run_dir / EXPORT, opened.diffusion,
+                          facts=facts)
+    print(f"{newest} exported to {folder}")
+    return 0

@@ -1,0 +1,105 @@
+"""The folder ``RUN/checkpoints``: names, publishing, and which checkpoints stay.
+
+    step-00000100/            a published checkpoint; nothing in it is ever changed
+    .writing-step-00000200/   being written, or left by a crash
+    .replaced-step-00000100/  the older one of that step, while a new one takes its place
+    .deleted-step-00000050/   being deleted
+
+A checkpoint appears by one rename, so it is whole or absent. Readers change nothing here: the run that
+trains is the only writer, and it clears what a crash has left when it saves next.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from csbp.checkpoint.files import Manifest, sync
+
+_NAME = re.compile(r"step-(\d{8,})")
+WRITING, REPLACED, DELETED = ".writing-", ".replaced-", ".deleted-"
+
+
+def step_name(step: int) -> str:
+    """Folder name of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint folder; -1 if the name is not one."""
+    match = _NAME.fullmatch(path.name.removeprefix(REPLACED))
+    return int(match[1]) if match else -1
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """Published checkpoints, newest step first. One whose successor did not get its name still counts."""
+    if not root.is_dir():
+        return []
+    found: dict[int, Path] = {}
+    for path in sorted(root.iterdir(), reverse=True):  # "step-" sorts after ".replaced-", so it comes first
+        if step_of(path) >= 0 and path.is_dir():
+            found.setdefault(step_of(path), path)
+    return [found[step] for step in sorted(found, reverse=True)]
+
+
+def begin(root: Path, step: int) -> Path:
+    """Clear what a crash has left and make the empty folder that a new checkpoint is written into."""
+    root.mkdir(parents=True, exist_ok=True)
+    for path in root.iterdir():
+        final = root / path.name.removeprefix(REPLACED)
+        if path.name.startswith(REPLACED) and not final.exists():
+            os.rename(path, final)
+        elif path.name.startswith((WRITING, REPLACED, DELETED)):
+            shutil.rmtree(path)
+    temporary = root / f"{WRITING}{step_name(step)}"
+    temporary.mkdir()
+    return temporary
+
+
+def publish(temporary: Path) -> Path:
+    """Give a finished folder its name, in place of an older checkpoint of the same step if there is one."""
+    final = temporary.with_name(temporary.name.removeprefix(WRITING))
+    replaced = final.with_name(f"{REPLACED}{final.name}")
+    sync(temporary)
+    if final.exists():
+        os.rename(final, replaced)
+    os.rename(temporary, final)
+    sync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)  # what stays of it goes with the next save
+    return final
+
+
+def prune(root: Path, newest: Path, keep: int) -> None:
+    """Delete all but ``newest``, the ``keep - 1`` before it, and the best one.
+
+    ``newest`` was just written and read back, so one good checkpoint stays whatever the others are like. Steps
+    beyond it belong to a continuation that was given up (or damaged); left there, they would be resumed from.
+    """
+    older = [path for path in list_checkpoints(root) if step_of(path) < step_of(newest)]
+    stay = {newest, *older[: keep - 1]}
+    if not _is_best(newest):
+        stay.update([path for path in older if _is_best(path)][:1])
+    for path in list_checkpoints(root):
+        if path not in stay:
+            delete(path)
+
+
+def best_first(root: Path) -> list[Path]:
+    """Checkpoints that were the best when written, newest (so best) first."""
+    return [path for path in list_checkpoints(root) if _is_best(path)]
+
+
+def delete(path: Path) -> None:
+    """Delete a checkpoint. It loses its name first, so that a half-deleted one is never taken for a damaged one."""
+    doomed = path.with_name(f"{DELETED}{path.name}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def _is_best(path: Path) -> bool:
+    try:
+        return Manifest.read(path).best
+    except (OSError, ValueError):
+        return False

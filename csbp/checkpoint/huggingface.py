@@ -1,0 +1,144 @@
+"""Hugging Face folders: writing a trained model as one, and finding one.
+
+An export is an ordinary model folder (safetensors, config.json, tokenizer, generation_config.json, README.md)
+whose config.json also says what a sampler must know. It appears by one rename, so it is whole or absent.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from csbp.checkpoint import folder as folders
+from csbp.checkpoint import ranks
+from csbp.checkpoint.card import render_card
+from csbp.checkpoint.files import sync, write_json, write_text
+from csbp.checkpoint.tensors import plain_name
+from csbp.errors import UserError
+
+if TYPE_CHECKING:
+    from csbp.models.protocol import ModelAdapter
+
+# Top-level keys of an export's config.json, beside the family's own.
+DIFFUSION_KEYS = ("block_size", "mask_token_id", "label_shift", "clean_stream")
+FAMILY_KEY = "csbp_family"
+
+
+def export_model(model: nn.Module, adapter: ModelAdapter, tokenizer: Any, folder: Path, diffusion: Mapping[str, Any],
+                 *, facts: Mapping[str, Any] | None = None, dtype: torch.dtype | None = None,
+                 max_shard_size: str = "5GB") -> Path:
+    """Write a model as a Hugging Face folder. Every rank calls it; rank 0 writes.
+
+    Args:
+        model: a transformers model, sharded by FSDP or whole.
+        tokenizer: anything with ``save_pretrained``.
+        folder: the export; one that is there already is replaced.
+        diffusion: exactly ``DIFFUSION_KEYS``, or empty for an autoregressive model.
+        facts: rows for the README's table, from ``card.run_facts``.
+        dtype: of the exported weights; None: as they are (float32 masters).
+
+    Raises:
+        UserError: the folder cannot be written, or holds something else.
+    """
+    assert not diffusion or set(diffusion) == set(DIFFUSION_KEYS), sorted(diffusion)
+    folder = Path(folder)
+    weights = full_weights(model, dtype)
+
+    def write() -> None:
+        _expect_export(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = folder.with_name(f"{folders.WRITING}{folder.name}")
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            temporary.mkdir()
+            # transformers splits large models, leaves tied weights out and restores the names of the family's files.
+            model.save_pretrained(temporary, is_main_process=True, state_dict=weights,  # type: ignore[operator]
+                                  max_shard_size=max_shard_size)
+            config = write_model_files(model, adapter, tokenizer, temporary, diffusion, dtype=dtype)
+            write_text(temporary / "README.md", render_card(folder.name, config, diffusion, facts or {}))
+            for path in temporary.rglob("*"):
+                sync(path)
+            folders.publish(temporary)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    ranks.together(f"export to {folder}", write, only_first=True)
+    return folder
+
+
+def write_model_files(model: nn.Module, adapter: ModelAdapter, tokenizer: Any, folder: Path,
+                      diffusion: Mapping[str, Any], *, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """All of an export but weights and README: enough to build the model again around a checkpoint's weights.
+
+    One process calls it. Returns what config.json holds.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    weight = next(model.parameters())
+    config = {**adapter.export_config(model, diffusion), **diffusion, FAMILY_KEY: adapter.family,
+              "dtype": str(dtype or weight.dtype).removeprefix("torch.")}
+    write_json(folder / "config.json", config)
+    tokenizer.save_pretrained(folder)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(folder)
+    return config
+
+
+def full_weights(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The whole state dict on rank 0's CPU, an empty one on the others. A collective, one tensor at a time.
+
+    Tied weights stay one tensor under several names, which is how the writer finds them.
+    """
+    names: dict[int, list[str]] = {}
+    tensors = model.state_dict(keep_vars=True)
+    for name, value in tensors.items():
+        names.setdefault(id(value), []).append(name)
+    weights: dict[str, Tensor] = {}
+    for first, *others in names.values():
+        value = tensors[first]
+        whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+        if ranks.rank() == 0:
+            whole = whole.to(device="cpu", dtype=dtype if whole.is_floating_point() else None)
+            weights |= {plain_name(name): whole for name in (first, *others)}
+    return weights
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder.
+
+    Raises:
+        UserError: there is none, or it is not a JSON object.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / 'config.json'}: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{folder / 'config.json'} is not a JSON object")
+    return config
+
+
+def read_diffusion(folder: Path) -> dict[str, Any]:
+    """``DIFFUSION_KEYS`` of a model folder, for a sampler.
+
+    Raises:
+        UserError: it is not the export of a block-diffusion model.
+    """
+    config = read_config(folder)
+    missing = [key for key in DIFFUSION_KEYS if key not in config]
+    if missing:
+        raise UserError(f"{folder} is not a block-diffusion model: its config.json lacks {', '.join(missing)}")
+    return {key: config[key] for key in DIFFUSION_KEYS}
+
+
+def _expect_export(folder: Path) -> None:
+    """Never replace a folder that is not an export."""
+    if folder.exists() and not (folder.is_dir() and (not any(folder.iterdir()) or (folder / "config.json").exists())):
+        raise UserError("it exists and is not an exported model; choose another folder")

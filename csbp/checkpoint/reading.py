@@ -1,0 +1,120 @@
+"""Finding and opening a trained model in one process: what ``csbp generate`` and ``csbp export`` stand on.
+
+No collectives: any single process, or each rank by itself, may call these.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from csbp.checkpoint.files import MANIFEST, find_damage
+from csbp.checkpoint.folder import list_checkpoints, step_of
+from csbp.checkpoint.huggingface import DIFFUSION_KEYS, FAMILY_KEY, read_config
+from csbp.checkpoint.store import load_model
+from csbp.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from csbp.models.protocol import ModelAdapter
+
+log = logging.getLogger(__name__)
+
+BUILTIN = "builtin:"
+EXPORT, MODEL_FILES = "export", "model"  # subfolders of a run folder
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model ready for evaluation, on the CPU.
+
+    Attributes:
+        model: in eval mode.
+        adapter: of its family.
+        files: the folder with its config.json and tokenizer.
+        diffusion: ``DIFFUSION_KEYS``; empty for an autoregressive model.
+        step: optimizer steps of the checkpoint; None for an exported model.
+    """
+
+    model: nn.Module
+    adapter: ModelAdapter
+    files: Path
+    diffusion: dict[str, Any]
+    step: int | None
+
+
+def resolve_model_folder(path: str, family: str, *, field: str = "model.path") -> Path:
+    """The folder that a ``model`` setting means.
+
+    Args:
+        path: "builtin:NAME", a Hugging Face folder, a checkpoint, or a run folder (its export if there is
+            one, else its newest undamaged checkpoint).
+        family: where built-in models are looked for; not used otherwise.
+        field: the setting's name, for the message.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    if path.startswith(BUILTIN):
+        return _builtin(path, family, field)
+    folder = Path(path).expanduser()
+    if not path or not folder.is_dir():
+        raise ConfigError(field, path, f"give a model folder, a run folder or {BUILTIN}NAME; there is no such folder")
+    for found in (folder, folder / EXPORT):
+        if (found / "config.json").exists() or (found / MANIFEST).exists():
+            return found
+    newest = newest_checkpoint(folder)
+    if newest is None:
+        raise ConfigError(field, path, "give a folder with a config.json, or a run folder with an undamaged checkpoint")
+    return newest
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest undamaged checkpoint of a run folder, verified by this process alone."""
+    for path in list_checkpoints(run_dir / "checkpoints"):
+        problem = find_damage(path)
+        if problem is None:
+            return path
+        log.warning("checkpoint %s is damaged and passed over: %s", path, problem)
+    return None
+
+
+def open_model(folder: Path, dtype: torch.dtype = torch.float32) -> OpenedModel:
+    """The model in a folder from ``resolve_model_folder``: a checkpoint or a Hugging Face folder.
+
+    Raises:
+        UserError: files are missing or damaged.
+    """
+    from csbp.models.registry import get_adapter
+
+    step = step_of(folder) if (folder / MANIFEST).exists() else None
+    files = folder if step is None else folder.parent.parent / MODEL_FILES
+    if step is not None and not files.is_dir():
+        raise UserError(f"{files} is missing: the configuration and the tokenizer that {folder} was trained with")
+    config = read_config(files)
+    adapter = get_adapter(config.get(FAMILY_KEY, config.get("model_type", "")))
+    if step is None:
+        model = adapter.load(files, dtype)
+    else:
+        model = adapter.build(files, {}, dtype)
+        load_model(folder, model)
+    diffusion = {key: config[key] for key in DIFFUSION_KEYS if key in config}
+    return OpenedModel(model.eval(), adapter, files, diffusion, step)
+
+
+def _builtin(path: str, family: str, field: str) -> Path:
+    import csbp.models
+
+    shelf = Path(csbp.models.__file__).parent / family / "builtin"
+    names = sorted(entry.name for entry in shelf.iterdir() if entry.is_dir()) if shelf.is_dir() else []
+    name = path.removeprefix(BUILTIN)
+    if name in names:
+        return shelf / name
+    near = difflib.get_close_matches(name, names, 1)
+    hint = f"did you mean {BUILTIN}{near[0]}?" if near else f"there are {', '.join(names) or 'none'}"
+    raise ConfigError(field, path, f"no such model ships with csbp; {hint}")
