@@ -37,16 +37,7 @@ class HeldOutBlock:
 
 def held_out_packs(session: Session) -> list[PackedBatch]:
     """The packs that every evaluation of the run uses, fewer where the held-out text is shorter."""
-    stream, wanted = session.held_out, session.config.train.eval_packs
-    packs, cursor = [], stream.first()
-    while len(packs) < wanted:
-        (pack,), cursor = stream.take(cursor, 1)
-        if cursor.epoch > 0 and packs and pack.sample_ids[0] == packs[0].sample_ids[0]:
-            break
-        packs.append(pack)
-        if cursor.epoch > 0:
-            break
-    return packs
+    return session.held_out.head(session.config.train.eval_packs)
 
 
 def evaluate(session: Session, packs: list[PackedBatch]) -> Evaluation:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from csbp.checkpoint.huggingface import resolve_model_folder
+from csbp.checkpoint.reading import resolve_model_folder
 from csbp.checkpoint.store import CheckpointStore
 from csbp.config.schema import NoiseConfig, ObjectiveConfig, RunConfig
 from csbp.data.stream import PackStream, open_stream, prepare_corpora
