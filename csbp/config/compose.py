@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -32,6 +31,8 @@ from yaml import YAMLError
 
 from csbp.config.content import check_keys, refuse_code
 from csbp.config.fields import Field, find_field, nearest_key, nearest_name
+from csbp.config.places import choices as choices_of
+from csbp.config.places import conf_dir, experiments
 from csbp.config.problems import as_config_error
 from csbp.config.schema import GenerateConfig, RunConfig
 from csbp.config.typed import escape, open_schema, resolve
@@ -40,22 +41,6 @@ from csbp.errors import ConfigError
 T = TypeVar("T")
 _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 _OWN_FILE = "your_file"  # under which name a user's own experiment is given to Hydra
-
-
-def conf_dir() -> Path:
-    """The installed ``conf/``."""
-    spec = find_spec("csbp.conf")
-    assert spec is not None and spec.submodule_search_locations
-    return Path(next(iter(spec.submodule_search_locations)))
-
-
-def experiments() -> list[str]:
-    """Names of the shipped experiments."""
-    return _choices("experiment")
-
-
-def _choices(group: str) -> list[str]:
-    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
 
 
 def compose_run(words: Sequence[str]) -> RunConfig:
@@ -77,8 +62,8 @@ def compose_run(words: Sequence[str]) -> RunConfig:
     if own:
         _register(own)
     for group, choice in {**choices, **({} if own else {"experiment": wanted})}.items():
-        if choice not in _choices(group):
-            fix = nearest_name(choice, _choices(group), f"choices of conf/{group}")
+        if choice not in choices_of(group):
+            fix = nearest_name(choice, choices_of(group), f"choices of conf/{group}")
             if group != "experiment":
                 fix += f" (to set one field: {group}.FIELD=VALUE)"
             raise ConfigError(group, choice, fix)

@@ -85,7 +85,7 @@ def split_optional(hint: Any) -> tuple[Any, bool]:
 
 
 @cache
-def fields_of(cls: type, prefix: str = "") -> tuple[Field, ...]:
+def fields_of(cls: Any, prefix: str = "") -> tuple[Field, ...]:
     """All keys below a dataclass in declaration order, sections and list entries before what they hold."""
     return tuple(_walk(cls, prefix))
 

@@ -1,0 +1,47 @@
+"""What this installation has: configuration files, experiments, families, recipes. Found without importing it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def package_dir(name: str) -> Path:
+    """The folder of a package of csbp."""
+    spec = find_spec(name)
+    assert spec is not None and spec.submodule_search_locations
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def conf_dir() -> Path:
+    """The installed ``conf/``."""
+    return package_dir("csbp.conf")
+
+
+def choices(group: str) -> list[str]:
+    """Names of the files of ``conf/<group>``."""
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+
+
+def experiments() -> dict[str, str]:
+    """Name of each shipped experiment -> what it is, the second line of its file."""
+    described = {}
+    for name in choices("experiment"):
+        lines = (conf_dir() / "experiment" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+        described[name] = lines[1].lstrip("# ") if len(lines) > 1 and lines[1].startswith("#") else ""
+    return described
+
+
+def families() -> list[str]:
+    """Names of the model families."""
+    return sorted(path.parent.name for path in package_dir("csbp.models").glob("*/adapter.py"))
+
+
+def builtin_models(family: str) -> list[str]:
+    """Names of the models that ship with a family."""
+    return sorted({file.parent.name for file in (package_dir("csbp.models") / family).rglob("config.json")})
+
+
+def recipes() -> list[str]:
+    """Names of the recipes."""
+    return sorted(path.stem for path in package_dir("csbp.recipes").glob("*.py") if path.stem != "__init__")

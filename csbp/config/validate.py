@@ -1,0 +1,192 @@
+"""Is this run possible? Everything that can be told without torch, without data and in no time.
+
+What needs more (does the tokenizer have a chat template, do the columns exist, are there enough GPUs) is told by
+``csbp check`` or by the part that first knows it, in the same form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from glob import has_magic
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from csbp.config.fields import Field, fields_of, nearest_name
+from csbp.config.places import builtin_models, families, recipes
+from csbp.config.schema import GenerateConfig, RunConfig, SourceConfig
+from csbp.errors import ConfigError
+
+TRACKERS = ("wandb", "tensorboard", "trackio")
+_BUILTIN = "builtin:"
+_STDLIB = "@stdlib"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def validate_run(config: RunConfig) -> None:
+    """Refuse a run that cannot work.
+
+    Raises:
+        ConfigError: the first problem found: a value out of bounds, then names, then combinations.
+    """
+    check_bounds(config)
+    _check_names(config)
+    _check_model(config)
+    _check_objective(config)
+    _check_data(config)
+    _check_numbers(config)
+
+
+def validate_generate(config: GenerateConfig) -> None:
+    """Refuse a ``csbp generate`` that cannot work. Raises ConfigError."""
+    check_bounds(config)
+    if not config.model:
+        raise ConfigError("model", "", "give a run folder or an exported model: model=DIR")
+    _check_folder("model", config.model, families())
+    if not config.prompt:
+        raise ConfigError("prompt", "", "give a text to go on from: 'prompt=def add(a, b):'")
+
+
+def check_bounds(config: Any) -> None:
+    """Choices, bounds and finite numbers, for every field of a configuration dataclass.
+
+    Raises:
+        ConfigError: the first field whose value does not fit its declaration.
+    """
+    for field, value in _values(config, ""):
+        if value is None:
+            continue
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(field.key, value, "must be a finite number")
+        too_low = field.low is not None and value < field.low
+        too_high = field.high is not None and value > field.high
+        if field.choices and value not in field.choices:
+            raise ConfigError(field.key, value, nearest_name(str(value), list(field.choices), "choices"))
+        if too_low or too_high:
+            raise ConfigError(field.key, value, f"must be {field.expects()}")
+
+
+def _values(config: Any, prefix: str) -> Iterator[tuple[Field, Any]]:
+    """Every field below a dataclass with its value; entries of a list by their index."""
+    kind: Any = type(config)
+    own = {field.key: field for field in fields_of(kind)}
+    for declared in dataclasses.fields(config):
+        field, value = own[declared.name], getattr(config, declared.name)
+        if field.is_section:
+            yield from _values(value, f"{prefix}{declared.name}.")
+        elif field.item:
+            for index, entry in enumerate(value):
+                yield from _values(entry, f"{prefix}{declared.name}.{index}.")
+        else:
+            yield dataclasses.replace(field, key=prefix + field.key), value
+
+
+def _check_names(config: RunConfig) -> None:
+    if config.recipe not in recipes():
+        raise ConfigError("recipe", config.recipe, nearest_name(config.recipe, recipes(), "recipes"))
+    if config.model.family not in families():
+        raise ConfigError("model.family", config.model.family,
+                          nearest_name(config.model.family, families(), "families"))
+    for tracker in config.observe.trackers:
+        if tracker not in TRACKERS:
+            raise ConfigError("observe.trackers", config.observe.trackers,
+                              nearest_name(tracker, list(TRACKERS), "trackers"))
+        if find_spec(tracker) is None:
+            raise ConfigError("observe.trackers", config.observe.trackers,
+                              f"{tracker} is not installed: pip install {tracker}")
+    if config.run_dir == "":
+        raise ConfigError("run_dir", "", "give a folder, or leave it out for runs/<experiment>-<date>")
+    if config.resume == "auto" and config.run_dir is None:
+        raise ConfigError("resume", "auto", "say which run: run_dir=DIR")
+
+
+def _check_model(config: RunConfig) -> None:
+    model, family = config.model, [config.model.family]
+    if model.path:
+        _check_folder("model.path", model.path, family)
+    elif model.init == "pretrained":
+        raise ConfigError("model.path", "", "give a Hugging Face folder, or model.init=random with model.shape")
+    elif not model.shape:
+        raise ConfigError("model.shape", {}, "random weights need a shape: model.path=DIR for its config.json, "
+                                             "or model.shape={hidden_size: ..., ...}")
+    if model.init == "pretrained" and model.shape:
+        raise ConfigError("model.shape", dict(model.shape), "pretrained weights have a shape; leave it out, or set "
+                                                            "model.init=random")
+    if config.data.tokenizer:
+        _check_folder("data.tokenizer", config.data.tokenizer, family, hub=True)
+    elif not model.path:
+        raise ConfigError("data.tokenizer", "", "without model.path there is none to take; give a folder or "
+                                                "builtin:NAME")
+
+
+def _check_folder(field: str, path: str, of_families: list[str], hub: bool = False) -> None:
+    """A shipped model, an existing folder, or (with ``hub``) a name on the Hugging Face hub."""
+    if path.startswith(_BUILTIN):
+        shipped = [_BUILTIN + name for family in of_families for name in builtin_models(family)]
+        if path not in shipped:
+            raise ConfigError(field, path, nearest_name(path, shipped, f"shipped with {', '.join(of_families)}"))
+    elif not Path(path).expanduser().is_dir() and not (hub and _HUB_NAME.fullmatch(path)):
+        raise ConfigError(field, path, "no such folder; models are read from disk: download it first, then give "
+                                       "its folder")
+
+
+def _check_objective(config: RunConfig) -> None:
+    objective, noise = config.objective, config.noise
+    autoregressive = objective.kind == "autoregressive"
+    if (autoregressive or objective.ar_weight > 0) and objective.clean_stream != "token_causal":
+        raise ConfigError("objective.clean_stream", objective.clean_stream,
+                          "a block-causal row sees the token it must predict, so a next-token loss leaks; use "
+                          "objective.clean_stream=token_causal" + ("" if autoregressive else " or ar_weight=0"))
+    if autoregressive and objective.ar_weight > 0:
+        raise ConfigError("objective.ar_weight", objective.ar_weight, "the whole loss is autoregressive already; use 0")
+    if autoregressive and objective.label_shift:
+        raise ConfigError("objective.label_shift", True, "has no meaning without target blocks; use false")
+    if noise.t_min > noise.t_max:
+        raise ConfigError("noise.t_min", noise.t_min, f"must not exceed noise.t_max={noise.t_max}")
+    if noise.t_max == 0 and not autoregressive:
+        raise ConfigError("noise.t_max", noise.t_max, "nothing would ever be masked; use up to 1")
+    if objective.weight == "inverse_t" and noise.t_min == 0 and not autoregressive:
+        raise ConfigError("noise.t_min", noise.t_min, "must be above 0 with objective.weight=inverse_t, "
+                                                      "e.g. 0.001: 1/t has no bound")
+
+
+def _check_data(config: RunConfig) -> None:
+    data = config.data
+    if not data.sources:
+        raise ConfigError("data.sources", [], "name at least one: data.sources=[{kind: text, path: DIR}]")
+    for name in ("sources", "validation"):
+        entries = getattr(data, name)
+        for index, source in enumerate(entries):
+            _check_source(source, f"data.{name}.{index}")
+    if data.document_tokens is not None and data.document_tokens > data.seq_len:
+        raise ConfigError("data.document_tokens", data.document_tokens,
+                          f"must fit into a pack, data.seq_len={data.seq_len}")
+
+
+def _check_source(source: SourceConfig, field: str) -> None:
+    if not source.path:
+        raise ConfigError(f"{field}.path", "", "name a file, a folder, a glob or a dataset")
+    if source.kind == "text" and source.format != "text":
+        raise ConfigError(f"{field}.format", source.format, "kind=text reads whole files; use format=text, or "
+                                                            "kind=jsonl, parquet or dataset")
+    if source.path == _STDLIB:
+        if source.kind != "text":
+            raise ConfigError(f"{field}.kind", source.kind, f"{_STDLIB} is a folder of text files; use kind=text")
+    elif source.kind != "dataset" and not has_magic(source.path) and not Path(source.path).expanduser().exists():
+        raise ConfigError(f"{field}.path", source.path, "no such file or folder")
+    if source.streaming and source.kind != "dataset":
+        raise ConfigError(f"{field}.streaming", True, "only kind=dataset is read as a stream")
+
+
+def _check_numbers(config: RunConfig) -> None:
+    parallel, optim = config.parallel, config.optim
+    if parallel.csbp is not None and parallel.nproc % parallel.csbp:
+        divisors = [n for n in range(1, parallel.nproc + 1) if parallel.nproc % n == 0]
+        raise ConfigError("parallel.csbp", parallel.csbp, f"must divide parallel.nproc={parallel.nproc}: one of "
+                                                          f"{', '.join(map(str, divisors))}")
+    for name in ("beta1", "beta2"):
+        if getattr(optim, name) == 1:
+            raise ConfigError(f"optim.{name}", 1.0, "must be below 1")
