@@ -1,0 +1,159 @@
+"""The real training step on the ranks of the pool, and how to hold it against the oracle.
+
+Everything that trains is csbp's own: layout, plan, scatter, adapter, FSDP2, step. The model is the oracle's
+tiny one, in float64. Shapes: S local rows of a rank, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from csbp.models.registry import get_adapter
+from oracle import Answer, exact_norms, oracle, tiny_model
+from packs import MASK
+from torch import Tensor, nn
+
+from csbp.attention import interface
+from csbp.config.schema import NoiseConfig, ObjectiveConfig, ParallelConfig
+from csbp.data.batch import PackedBatch
+from csbp.diffusion.build import build_layout
+from csbp.diffusion.layout import StreamLayout
+from csbp.parallel.fsdp import shard_model
+from csbp.parallel.runtime import start_runtime
+from csbp.train.step import Noising, StepRunner, Work
+
+EXACT = {"rtol": 0.0, "atol": 1e-10}
+
+
+def noising(block_size: int, *, seed: int = 0, t_min: float = 0.3, t_max: float = 1.0, scope: str = "block",
+            **objective: Any) -> Noising:
+    """Noise and objective of a test; ``objective`` overrides fields of ``ObjectiveConfig``."""
+    return Noising(ObjectiveConfig(block_size=block_size, **objective),
+                   NoiseConfig(t_min=t_min, t_max=t_max, scope=scope), MASK, seed)
+
+
+def layouts(packs: Sequence[PackedBatch], how: Noising, step: int = 0) -> list[StreamLayout]:
+    """The packs' streams, as every rank lays them out."""
+    return [build_layout(pack, how.objective, how.noise, mask_token_id=how.mask_token_id, seed=how.seed, step=step)
+            for pack in packs]
+
+
+def csbp_model() -> nn.Module:
+    """The oracle's model with csbp's attention."""
+    interface.register()
+    return tiny_model(attention=interface.NAME)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank has after a step.
+
+    Attributes:
+        loss, terms, supervised: as logged, equal on every rank.
+        grads: full gradients by parameter name; on rank 0 only.
+        rows: for each of its micro-batches, numbers of its rows in [clean | noised]; -1 for a dummy.
+        logits: [S, V] of those rows.
+        asked: rows with a loss, over all micro-batches.
+        sent_rows, sent_bytes: by label, of the step alone.
+        planned_rows: the same according to the plans.
+    """
+
+    loss: float
+    terms: dict[str, float]
+    supervised: int
+    grads: dict[str, Tensor]
+    rows: list[np.ndarray]
+    logits: list[Tensor]
+    asked: int
+    sent_rows: dict[str, int]
+    sent_bytes: dict[str, int]
+    planned_rows: dict[str, int]
+
+
+def step_on_ranks(packs: Sequence[PackedBatch], how: Noising, csbp: int | None = None) -> Share:
+    """One step without the update, on the ranks of the current process group (run it through ``ranks``)."""
+    config = ParallelConfig(nproc=dist.get_world_size(), csbp=csbp, device="cpu")
+    runtime = start_runtime(config, lambda: Path("unused"))
+    adapter, model = get_adapter("qwen3"), csbp_model()
+    layers = len(adapter.units(model))
+    shard_model(model, adapter.units(model), runtime.shard_mesh, torch.float64)
+    runner = StepRunner(model, adapter, runtime, "reference")
+    works = runner.prepare(packs, how, step=0)
+    with exact_norms():
+        result = runner.run(works, train=True)
+        sent_rows, sent_bytes = dict(runtime.transport.sent_rows), dict(runtime.transport.sent_bytes)
+        grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        logits = [every_row(adapter, model, work) for work in works]
+    return Share(result.loss, result.terms, result.supervised, grads if runtime.main else {},
+                 [held_rows(work) for work in works], logits,
+                 sum(len(work.batch.loss_rows) for work in works), sent_rows, sent_bytes,
+                 planned_rows(works, layers))
+
+
+def every_row(adapter: Any, model: nn.Module, work: Work) -> Tensor:
+    """Logits [S, V] of all local rows, not only of those with a loss."""
+    batch = replace(work.batch, loss_rows=torch.arange(len(work.batch.tokens)))
+    with torch.no_grad():
+        return adapter.forward(model, batch, work.plan)
+
+
+def held_rows(work: Work) -> np.ndarray:
+    """Numbers of a rank's rows in [clean | noised] of the pack, -1 for a dummy."""
+    rows = work.plan.rank_plan.rows
+    return np.concatenate([rows.clean, np.where(rows.noised < 0, -1, work.layout.geometry.num_clean + rows.noised)])
+
+
+def planned_rows(works: Sequence[Work], layers: int) -> dict[str, int]:
+    """Rows that the plans make this rank send in a step: K/V in the forward and again in the backward, then the
+    gradients of all rows that it received."""
+    plans = [kind for work in works for kind in work.plan.rank_plan.kinds.values()]
+    if not plans or plans[0].exchange.send_counts == () or len(plans[0].exchange.send_counts) == 1:
+        return {}
+    return {"clean_kv": 2 * layers * sum(sum(p.exchange.send_counts) for p in plans),
+            "clean_grad": layers * sum(sum(p.exchange.receive_counts) for p in plans)}
+
+
+def expected(packs: Sequence[PackedBatch], how: Noising) -> Answer:
+    """The oracle's answer to the same step."""
+    with exact_norms():
+        return oracle(tiny_model(), layouts(packs, how), how.objective.block_size, how.objective.clean_stream)
+
+
+def assert_same_grads(found: dict[str, Tensor], wanted: dict[str, Tensor], **tolerance: float) -> None:
+    """Every parameter's gradient, by name."""
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, **(tolerance or EXACT),
+                                   msg=lambda text, name=name: f"gradient of {name}: {text}")
+
+
+def assert_exact(shares: Sequence[Share], answer: Answer, packs_of_rank: Sequence[Sequence[int]]) -> None:
+    """Loss, terms, all logits and all gradients to 1e-10.
+
+    Args:
+        shares: by rank.
+        answer: the oracle's.
+        packs_of_rank: for each rank, the pack of each of its micro-batches, -1 for an empty one.
+    """
+    for share in shares:
+        assert abs(share.loss - answer.loss) <= 1e-10
+        assert share.terms.keys() == answer.terms.keys()
+        assert all(abs(share.terms[name] - value) <= 1e-10 for name, value in answer.terms.items())
+    assert_same_grads(shares[0].grads, answer.grads)
+    held: dict[int, list[np.ndarray]] = {pack: [] for pack in range(len(answer.logits))}
+    for share, packs in zip(shares, packs_of_rank, strict=True):
+        for pack, rows, logits in zip(packs, share.rows, share.logits, strict=True):
+            real = rows >= 0
+            if pack < 0:
+                assert not real.any()
+                continue
+            torch.testing.assert_close(logits[real], answer.logits[pack][rows[real]], **EXACT)
+            held[pack].append(rows[real])
+    for pack, rows in held.items():  # each row on exactly one rank
+        np.testing.assert_array_equal(np.sort(np.concatenate(rows)), np.arange(len(answer.logits[pack])))
