@@ -101,7 +101,7 @@ def _generate(words: list[str]) -> int:
 
     config = compose_generate(words)
     validate_generate(config)
-    from csbp.diffusion.generate_cli import run_generate
+    from csbp.generate import run_generate
 
     return run_generate(config)
 

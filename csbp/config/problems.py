@@ -22,7 +22,7 @@ _UNKNOWN = object()
 
 
 def as_config_error(error: BaseException, cls: type, file: Path | None, *, key: str = "",
-                    value: object = _UNKNOWN) -> ConfigError:
+                    value: object = _UNKNOWN, holder: str = "experiment") -> ConfigError:
     """Translate an exception that was raised while composing ``cls``.
 
     Args:
@@ -30,15 +30,16 @@ def as_config_error(error: BaseException, cls: type, file: Path | None, *, key: 
         cls: the configuration's dataclass.
         file: the YAML file being read, or None.
         key, value: the override being applied, if one was.
+        holder: the setting that names the file, for what is wrong with the file as a whole.
     """
     reason = _reason(error)
     where = f" (in {file})" if file else ""
     if isinstance(reason, ConfigError):
         return reason
     if isinstance(reason, YAMLError):
-        return ConfigError("experiment", str(file), f"not valid YAML: {_one_line(reason)}")
+        return ConfigError(holder, str(file), f"not valid YAML: {_one_line(reason)}")
     if not isinstance(reason, OmegaConfBaseException):
-        return ConfigError(key or "experiment", str(file) if value is _UNKNOWN else value, _one_line(error))
+        return ConfigError(key or holder, str(file) if value is _UNKNOWN else value, _one_line(error))
     name = _full_name(reason, cls, key)
     if value is _UNKNOWN or name != key:
         value = _value_in(file, name, reason)
@@ -67,8 +68,10 @@ def _full_name(reason: OmegaConfBaseException, cls: type, key: str) -> str:
     """The dotted key. OmegaConf names a field of a list's entry without the list in front: add it."""
     name = re.sub(r"\[(\d+)\]", r".\1", str(reason.full_key or reason.key or key or "experiment"))
     owner = getattr(reason.ref_type, "__name__", "")
+    if name.split(".")[0] in {field.key for field in fields_of(cls)}:
+        return name
     for field in fields_of(cls):
-        if field.item and field.item.__name__ == owner and not name.startswith(field.key):
+        if field.item and field.item.__name__ == owner and (not key or key.startswith(field.key)):
             return f"{key if key.startswith(field.key + '.') else field.key + '.N'}.{name}"
     return name
 

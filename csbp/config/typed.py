@@ -14,6 +14,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from csbp.config.content import refuse_code
 from csbp.config.problems import as_config_error
 from csbp.config.schema import RunConfig
 from csbp.errors import ConfigError
@@ -101,8 +102,10 @@ def load_config(path: str | Path) -> RunConfig:
     """
     schema = OmegaConf.structured(open_schema(RunConfig))
     try:
-        return resolve(OmegaConf.merge(schema, OmegaConf.load(path)), RunConfig)
+        read = OmegaConf.load(path)
+        refuse_code(OmegaConf.to_container(read, resolve=False), "")
+        return resolve(OmegaConf.merge(schema, read), RunConfig)
     except FileNotFoundError as error:
         raise ConfigError("config", str(path), "no such file; is this the folder of a run?") from error
     except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise as_config_error(error, RunConfig, Path(path)) from error
+        raise as_config_error(error, RunConfig, Path(path), holder="config") from error
