@@ -1,0 +1,184 @@
+"""The tokenized form of a source, made once and kept on disk.
+
+A corpus is a folder of flat arrays under ``data.cache_dir``, named by a digest of everything that decides its
+content. It holds whole documents: the train / held-out split, and what happens to long documents, are decided
+when it is opened and cost no new tokenization. It is built in a folder of its own and renamed into place, so a
+reader sees all of it or nothing, and two processes that build the same one do not harm each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from csbp.config.schema import DataConfig, SourceConfig
+from csbp.data.arrays import ArrayFolder, map_array, read_meta
+from csbp.data.encode import Encoder
+from csbp.data.skips import Skips
+from csbp.data.sources import read_source, source_stamp
+from csbp.data.tokenizer import next_free_id, tokenizer_digest
+from csbp.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+log = logging.getLogger("csbp.data")
+FORMAT = 1  # raise when the arrays or their meaning change
+_REPORT_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The tokenized documents of one source. N sequences, T tokens in all.
+
+    A record gives one sequence, a chat whose template rewrites history several; they share name and document.
+
+    Attributes:
+        tokens: [T], the smallest unsigned type that holds the vocabulary.
+        starts: int64 [N + 1], first token of each sequence, then T.
+        targets: bool [T], or None where every token is supervised.
+        target_counts: int64 [N], supervised tokens.
+        target_bytes: int64 [N], UTF-8 bytes of the supervised text.
+        document: int64 [N], which record a sequence comes from, ascending.
+        name_hash: uint64 [N], hash of the record's name.
+        names: uint8, the records' names in UTF-8, and name_starts: int64 [documents + 1].
+        skips: what was left out when it was built.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    targets: np.ndarray | None
+    target_counts: np.ndarray
+    target_bytes: np.ndarray
+    document: np.ndarray
+    name_hash: np.ndarray
+    names: np.ndarray
+    name_starts: np.ndarray
+    skips: Skips
+
+    def name(self, document: int) -> str:
+        """The name of a record."""
+        return bytes(self.names[self.name_starts[document]:self.name_starts[document + 1]]).decode()
+
+
+def name_hash(name: str) -> int:
+    """64 bits that depend on the name alone, alike on every machine."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def open_corpus(source: SourceConfig, field: str, config: DataConfig, tokenizer: PreTrainedTokenizerFast, *,
+                checksums: bool = False) -> Corpus:
+    """The corpus of a source, tokenized now if the cache has no sound copy.
+
+    Args:
+        source: not a streaming one.
+        field: dotted name of the source, for messages.
+        checksums: read the cached files through and compare; else only their sizes are looked at.
+
+    Raises:
+        ConfigError, UserError: the source cannot be read, or holds nothing that can be learnt.
+    """
+    cache = Path(config.cache_dir).expanduser()
+    folder = cache / _digest(source, field, config, tokenizer)
+    meta = read_meta(folder, checksums=checksums)
+    if meta is None:
+        meta = _build(folder, source, field, config, tokenizer)
+    arrays: dict[str, Any] = {name: map_array(folder, name) for name in _dtypes(1) if f"{name}.npy" in meta["files"]}
+    return Corpus(**{"targets": None, **arrays}, skips=Skips(**meta["skips"]))
+
+
+def _digest(source: SourceConfig, field: str, config: DataConfig, tokenizer: PreTrainedTokenizerFast) -> str:
+    settings = {key: value for key, value in asdict(source).items() if key != "weight"}
+    content = [FORMAT, settings, source_stamp(source, field), tokenizer_digest(tokenizer), config.append_eos]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _dtypes(vocabulary: int) -> dict[str, Any]:
+    return {"tokens": np.uint16 if vocabulary <= 1 << 16 else np.uint32, "starts": np.int64, "targets": np.bool_,
+            "target_counts": np.int64, "target_bytes": np.int64, "document": np.int64, "name_hash": np.uint64,
+            "names": np.uint8, "name_starts": np.int64}
+
+
+def _build(folder: Path, source: SourceConfig, field: str, config: DataConfig,
+           tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(prefix=f"{folder.name}.building-", dir=folder.parent))
+    except OSError as error:
+        raise ConfigError("data.cache_dir", config.cache_dir, f"cannot be written to: {error}") from error
+    try:
+        meta = _fill(building, source, field, Encoder(tokenizer, config.append_eos))
+        _publish(building, folder)
+    except OSError as error:
+        raise UserError(f"data.cache_dir={config.cache_dir}: the corpus cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return read_meta(folder, checksums=False) or meta
+
+
+def _fill(building: Path, source: SourceConfig, field: str, encoder: Encoder) -> dict[str, Any]:
+    """Tokenizes the source into a folder and returns its meta data."""
+    skips = Skips()
+    out = ArrayFolder(building, _dtypes(next_free_id(encoder.tokenizer)))
+    out.append("starts", 0)
+    out.append("name_starts", 0)
+    documents, named, last, masked = 0, 0, None, False
+    reported = time.monotonic()
+    for record, sample in encoder.encode(read_source(source, field, skips), field, skips):
+        if record is not last:
+            last, name = record, record.name.encode()
+            documents, named = documents + 1, named + len(name)
+            out.append("names", np.frombuffer(name, np.uint8))
+            out.append("name_starts", named)
+        masked = masked or sample.targets is not None
+        targets = np.ones(len(sample.ids), bool) if sample.targets is None else sample.targets
+        out.append("tokens", sample.ids)
+        out.append("targets", targets)
+        out.append("starts", out.sizes["tokens"])
+        out.append("target_counts", int(targets.sum()))
+        out.append("target_bytes", sample.target_bytes)
+        out.append("document", documents - 1)
+        out.append("name_hash", name_hash(record.name))
+        if time.monotonic() - reported > _REPORT_SECONDS:
+            reported = time.monotonic()
+            log.info("%s: %s documents, %s tokens so far", field, f"{documents:,}", f"{out.sizes['tokens']:,}")
+    skips.warn(field)
+    if not documents:
+        raise UserError(f"{field} (path={source.path!r}): no document that can be learnt; "
+                        + ("; ".join(skips.lines()) or "it is empty"))
+    about = {"format": FORMAT, "source": asdict(source), "skips": asdict(skips)}
+    out.finish(about, drop=() if masked else ("targets",))
+    meta = read_meta(building, checksums=False)
+    assert meta is not None, "just written"
+    return meta
+
+
+def _publish(building: Path, folder: Path) -> None:
+    """Move a finished folder into place; whoever comes second keeps the first one's, if that is sound."""
+    for _ in range(3):
+        try:
+            os.rename(building, folder)
+            return
+        except OSError:
+            if not folder.exists():
+                raise
+            if read_meta(folder, checksums=True) is not None:
+                return
+            aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.broken-", dir=folder.parent))
+            try:
+                os.rename(folder, aside)
+            except OSError:
+                continue  # another process has just moved it
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+    raise UserError(f"{folder}: cannot be replaced; remove it")

@@ -1,0 +1,104 @@
+"""Opening the data of a run: from ``DataConfig`` to the stream of packs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from csbp.config.schema import DataConfig, SourceConfig
+from csbp.data.corpus import open_corpus
+from csbp.data.order import SampleOrder
+from csbp.data.packs import Cursor, PackStream
+from csbp.data.samples import IndexedSamples, SampleSource, select_pieces, spread_order
+from csbp.data.skips import Skips
+from csbp.data.streaming import StreamedSamples
+from csbp.data.tokenizer import next_free_id
+from csbp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["Cursor", "PackStream", "check_sources", "named_sources", "open_stream", "prepare_corpora"]
+
+
+def open_stream(config: DataConfig, *, seed: int, tokenizer: PreTrainedTokenizerFast, split: str) -> PackStream:
+    """The packs of the training or the held-out documents.
+
+    Args:
+        config: what to read and how to pack it.
+        seed: of the run; the held-out order does not depend on it.
+        tokenizer: the model's.
+        split: "train" or "validation".
+
+    Raises:
+        ConfigError, UserError: the data cannot be had as asked for.
+    """
+    check_sources(config)
+    assert split in ("train", "validation"), split
+    held = split == "validation" and not config.validation
+    sources = named_sources(config, "validation" if split == "validation" and not held else "train")
+    if held and config.validation_fraction == 0:
+        raise ConfigError("data.validation_fraction", 0.0, "nothing is held out; raise it or give data.validation")
+    if any(source.streaming for _, source in sources):
+        samples: SampleSource = StreamedSamples(sources, config, tokenizer)
+    else:
+        samples = _indexed(config, sources, seed, tokenizer, split, held)
+    # Held-out packs are shuffled by a fixed key, so that the first few are a fair sample too.
+    key = ("validation",) if split == "validation" else ("train", seed) if config.shuffle else None
+    return PackStream(samples, seq_len=config.seq_len, pack_window=config.pack_window,
+                      vocabulary=next_free_id(tokenizer), shuffle_key=key)
+
+
+def _indexed(config: DataConfig, sources: list[tuple[str, SourceConfig]], seed: int,
+             tokenizer: PreTrainedTokenizerFast, split: str, held: bool) -> IndexedSamples:
+    fraction = 0.0 if config.validation else config.validation_fraction
+    limit, skips = config.document_tokens or config.seq_len, Skips()
+    corpora = [open_corpus(source, field, config, tokenizer) for field, source in sources]
+    pieces = [select_pieces(corpus, held=held, fraction=fraction, limit=limit, policy=config.long_documents,
+                            skips=skips) for corpus in corpora]
+    sizes = [len(p.start) for p in pieces]
+    if sum(sizes) == 0:
+        share = f"{fraction:g} of {sum(len(c.name_starts) - 1 for c in corpora)} documents by a hash of their names"
+        raise ConfigError("data.validation_fraction", config.validation_fraction,
+                          f"the {split} split is empty: {share} left it none; change it or give data.validation")
+    if split == "validation":
+        return IndexedSamples(corpora, pieces, spread_order(corpora, pieces), skips)
+    order = SampleOrder(sizes, [source.weight for _, source in sources], seed=seed, shuffle=config.shuffle)
+    return IndexedSamples(corpora, pieces, order, skips)
+
+
+def prepare_corpora(config: DataConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Tokenize whatever is not in the cache yet, and check what is. To be called by one process of a machine before
+    the others open their streams.
+
+    Raises:
+        ConfigError, UserError: as ``open_stream``.
+    """
+    check_sources(config)
+    for field, source in named_sources(config, "train") + named_sources(config, "validation"):
+        if not source.streaming:
+            open_corpus(source, field, config, tokenizer, checksums=True)
+
+
+def named_sources(config: DataConfig, group: str) -> list[tuple[str, SourceConfig]]:
+    """The sources of "train" or "validation" with the dotted names that messages call them by."""
+    name, sources = ("data.sources", config.sources) if group == "train" else ("data.validation", config.validation)
+    return [(f"{name}.{i}", source) for i, source in enumerate(sources)]
+
+
+def check_sources(config: DataConfig) -> None:
+    """Refuses settings that cannot go together, without reading anything.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    if not config.sources:
+        raise ConfigError("data.sources", [], "name at least one, e.g. data.sources=[{path: FOLDER}]")
+    if config.document_tokens is not None and config.document_tokens > config.seq_len:
+        raise ConfigError("data.document_tokens", config.document_tokens,
+                          f"a document must fit a pack: at most data.seq_len={config.seq_len}")
+    for field, source in named_sources(config, "train") + named_sources(config, "validation"):
+        if source.streaming and source.kind != "dataset":
+            raise ConfigError(f"{field}.streaming", True, f"only kind=dataset streams, not kind={source.kind}")
+        if source.streaming and not config.validation and config.validation_fraction > 0:
+            raise ConfigError("data.validation_fraction", config.validation_fraction,
+                              f"{field} is streamed, so nothing can be split off it; give data.validation, or 0")
