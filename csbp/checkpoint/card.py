@@ -12,10 +12,11 @@ from omegaconf import OmegaConf
 # summary.json key -> what the card calls it.
 _RESULTS = {
     "steps": "optimizer steps",
-    "eval_loss_before": "held-out loss before training (nats a masked token)",
+    "eval_loss_before": "held-out loss before training (nats per supervised token)",
     "eval_loss_after": "held-out loss after training",
     "eval_loss_unigram": "held-out loss of a unigram model",
-    "eval_loss_random_start": "held-out loss, same steps from random weights",
+    "eval_loss_random_start": "held-out loss from random weights (recorded earlier)",
+    "random_start_steps": "steps from random weights",
     "bits_per_byte_before": "bits per byte before training",
     "bits_per_byte_after": "bits per byte after training",
     "masked_accuracy_before": "masked-token accuracy before training",
@@ -36,15 +37,19 @@ _SETTINGS = {
 }
 
 
-def run_facts(run_dir: Path) -> dict[str, Any]:
-    """What ``config.yaml`` and ``summary.json`` of a run say, under readable names. Missing files say nothing."""
+def run_facts(run_dir: Path, summary: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What ``config.yaml`` and the summary of a run say, under readable names. What is missing says nothing.
+
+    Args:
+        summary: values of summary.json, if it is not written yet; None: read it.
+    """
     facts: dict[str, Any] = {}
     if (run_dir / "config.yaml").exists():
         config = OmegaConf.load(run_dir / "config.yaml")
         facts |= {label: OmegaConf.select(config, key) for key, label in _SETTINGS.items()}
-    if (run_dir / "summary.json").exists():
+    if summary is None and (run_dir / "summary.json").exists():
         summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-        facts |= {label: summary.get(key) for key, label in _RESULTS.items()}
+    facts |= {label: (summary or {}).get(key) for key, label in _RESULTS.items()}
     return {label: value for label, value in facts.items() if value not in (None, "")}
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +60,9 @@ def export_model(model: nn.Module, adapter: ModelAdapter, tokenizer: Any, folder
         try:
             temporary.mkdir()
             # transformers splits large models, leaves tied weights out and restores the names of the family's files.
-            model.save_pretrained(temporary, is_main_process=True, state_dict=weights,  # type: ignore[operator]
-                                  max_shard_size=max_shard_size)
+            with _no_progress_bar():
+                model.save_pretrained(temporary, is_main_process=True, state_dict=weights,  # type: ignore[operator]
+                                      max_shard_size=max_shard_size)
             config = write_model_files(model, adapter, tokenizer, temporary, diffusion, dtype=dtype)
             write_text(temporary / "README.md", render_card(folder.name, config, diffusion, facts or {}))
             for path in temporary.rglob("*"):
@@ -136,6 +138,20 @@ def read_diffusion(folder: Path) -> dict[str, Any]:
     if missing:
         raise UserError(f"{folder} is not a block-diffusion model: its config.json lacks {', '.join(missing)}")
     return {key: config[key] for key in DIFFUSION_KEYS}
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers' own bar would tear the run's."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _expect_export(folder: Path) -> None:

@@ -75,7 +75,8 @@ def test_three_steps_saved_and_seven_resumed_are_ten_steps(tmp_path):
     model, optimizer = start()
     train(model, optimizer, 0, 3)
     (tmp_path / "config.yaml").write_text("seed: 0\n")
-    path = CheckpointStore(tmp_path, 2).save(3, model, optimizer, {"cursor": {"epoch": 0, "taken": 7}, "loss": 0.1 + 0.2})
+    extra = {"cursor": {"epoch": 0, "taken": 7}, "loss": 0.1 + 0.2}
+    path = CheckpointStore(tmp_path, 2).save(3, model, optimizer, extra)
     names = sorted(p.name for p in path.iterdir())
     assert names == ["config.yaml", "manifest.json", "shard-00001-model-00001-of-00002.safetensors",
                      "shard-00001-model-00002-of-00002.safetensors", "state.json"]
@@ -84,7 +85,7 @@ def test_three_steps_saved_and_seven_resumed_are_ten_steps(tmp_path):
     other, fresh = start(seed=1)
     resumed = CheckpointStore(tmp_path, 2)
     state = resumed.load(resumed.newest_valid(), other, fresh)
-    assert state == {"step": 3, "cursor": {"epoch": 0, "taken": 7}, "loss": 0.1 + 0.2}
+    assert state == {"step": 3, **extra}
     assert same(contents(other, fresh), contents(model, optimizer)) and other.head.weight is other.embed.weight
     assert train(other, fresh, 3, 10) == whole[3:]
     assert same(contents(other, fresh), end)

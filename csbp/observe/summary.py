@@ -1,0 +1,103 @@
+"""The end of a run: summary.json for programs, a report for people."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from csbp.observe.metrics import finite
+
+FILE = "summary.json"
+BLOCK = (("context", "text before the block"), ("original", "original"), ("noised", "noised (▒ is masked)"))
+
+
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
+    """Write ``run_dir/summary.json``, whole or not at all. Numbers that are not finite become null."""
+    path = run_dir / FILE
+    temporary = path.with_name(f".{FILE}.tmp")
+    text = json.dumps(finite(summary), indent=1, ensure_ascii=False, allow_nan=False)
+    temporary.write_text(text + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+    return path
+
+
+def comparisons(summary: Mapping[str, Any]) -> list[tuple[str, float | None, str]]:
+    """(what, held-out loss, how it compares with the trained model's), the trained model first.
+
+    A loss that was not measured or recorded is None, and nothing is said about it.
+    """
+    after = summary.get("eval_loss_after")
+    steps = summary.get("random_start_steps")
+    rows = [("before training", summary.get("eval_loss_before")),
+            ("unigram model", summary.get("eval_loss_unigram")),
+            (f"random start, {steps or '?'} steps (recorded, not rerun)", summary.get("eval_loss_random_start"))]
+    found: list[tuple[str, float | None, str]] = [("after training", after, "")]
+    for name, value in rows:
+        verdict = ""
+        if value is not None and after is not None:
+            verdict = f"after is {abs(value - after):.4f} {'lower' if after < value else 'higher'}" \
+                if value != after else "the same"
+        found.append((name, value, verdict))
+    return found
+
+
+def print_report(summary: Mapping[str, Any], before: Mapping[str, str] | None = None,
+                 after: Mapping[str, str] | None = None, *, console: Console | None = None) -> None:
+    """Print how the held-out numbers compare, and one held-out block as the model fills it.
+
+    Args:
+        summary: the values of summary.json; "objective" says what the numbers are of.
+        before, after: a block as shown by the untrained and the trained model: "context", "original", "noised",
+            "filled". None where the objective fills no blocks.
+    """
+    console = console or Console()
+    diffusion = summary.get("objective", "block_diffusion") == "block_diffusion"
+    table = Table(title="Held-out loss, nats per supervised token, lower is better", title_justify="left")
+    table.add_column("model")
+    table.add_column("loss", justify="right")
+    table.add_column("")
+    for name, value, verdict in comparisons(summary):
+        table.add_row(name, _number(value), verdict)
+    console.print(table)
+    more = Table(title="The same text and noise, before and after training", title_justify="left")
+    for heading in ("", "before", "after"):
+        more.add_column(heading, justify="right" if heading else "left")
+    names = ("bits per byte (upper bound)", "masked-token accuracy") if diffusion else ("bits per byte",
+                                                                                        "next-token accuracy")
+    for name, key, show in zip(names, ("bits_per_byte", "masked_accuracy"), (_number, _percent), strict=True):
+        more.add_row(name, show(summary.get(f"{key}_before")), show(summary.get(f"{key}_after")))
+    console.print(more)
+    if after is not None:
+        _print_block(console, before, after)
+    for key, text in (("export_dir", "Exported model"), ("seconds", "Seconds of training")):
+        if summary.get(key) is not None:
+            value = summary[key]
+            console.print(f"{text}: {value:.0f}" if isinstance(value, float) else f"{text}: {value}", markup=False,
+                          highlight=False, soft_wrap=True)
+
+
+def _print_block(console: Console, before: Mapping[str, str] | None, after: Mapping[str, str]) -> None:
+    console.print("One held-out block:", markup=False)
+    parts = [(title, after.get(key)) for key, title in BLOCK]
+    parts += [("filled before training", before.get("filled") if before else None),
+              ("filled after training", after.get("filled"))]
+    for title, text in parts:
+        if text is not None:
+            # Text, not a string: model output may hold what rich would take for markup.
+            console.print(Panel(Text(text), title=title, title_align="left", expand=False))
+
+
+def _number(value: float | None) -> str:
+    return "not recorded" if value is None else f"{value:.4f}"
+
+
+def _percent(value: float | None) -> str:
+    return "not recorded" if value is None else f"{100 * value:.2f}%"
