@@ -20,12 +20,17 @@ from packs import MASK
 from torch import Tensor, nn
 
 from csbp.attention import interface
+from csbp.attention.operator import BoundPlan
+from csbp.comm.transport import LocalTransport
 from csbp.config.schema import NoiseConfig, ObjectiveConfig, ParallelConfig
 from csbp.data.batch import PackedBatch
 from csbp.diffusion.build import build_layout
 from csbp.diffusion.layout import StreamLayout
+from csbp.diffusion.loss import denominator, term_sums
 from csbp.parallel.fsdp import shard_model
 from csbp.parallel.runtime import start_runtime
+from csbp.plan.plan import plan_rank
+from csbp.train.scatter import scatter
 from csbp.train.step import Noising, StepRunner, Work
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
@@ -76,8 +81,45 @@ class Share:
     planned_rows: dict[str, int]
 
 
-def step_on_ranks(packs: Sequence[PackedBatch], how: Noising, csbp: int | None = None) -> Share:
-    """One step without the update, on the ranks of the current process group (run it through ``ranks``)."""
+def only_document(layout: StreamLayout, document: int) -> StreamLayout:
+    """The same rows with the losses of one document only."""
+    geometry = layout.geometry
+    lengths, block_rows = np.diff(geometry.document_starts), np.diff(geometry.block_starts)
+    of_row = np.concatenate([np.repeat(np.arange(len(lengths)), lengths),
+                             np.repeat(geometry.block_document, block_rows)])
+    terms = []
+    for term in layout.terms:
+        kept = of_row[term.rows] == document
+        terms.append(replace(term, rows=term.rows[kept], labels=term.labels[kept], weights=term.weights[kept],
+                             masked=term.masked[kept], count=float(kept.sum())))
+    return replace(layout, terms=tuple(terms))
+
+
+def step_here(model: nn.Module, streams: Sequence[StreamLayout], clean: str) -> tuple[Tensor, list[Tensor]]:
+    """The packed pass of every pack in this process, one rank: the total loss, and the logits of all rows."""
+    adapter, total, logits = get_adapter("qwen3"), torch.zeros((), dtype=torch.float64), []
+    counts = {term.name: sum(s.terms[i].count for s in streams) for i, term in enumerate(streams[0].terms)}
+    with exact_norms():
+        for layout in streams:
+            plan = plan_rank(layout.geometry, adapter.layer_kinds(model, clean), 1, 0)
+            work = Work(layout, scatter(layout, plan.rows), BoundPlan(plan, LocalTransport()))
+            sums = term_sums(adapter.forward(model, work.batch, work.plan), work.batch)
+            for term in layout.terms:
+                total = total + sums[term.name].loss * term.scale / denominator(counts[term.name])
+            rows = torch.from_numpy(held_rows(work))
+            logits.append(every_row(adapter, model, work)[torch.argsort(rows)])
+    return total, logits
+
+
+def step_on_ranks(packs: Sequence[PackedBatch], how: Noising, csbp: int | None = None,
+                  document: int | None = None) -> Share:
+    """One step without the update, on the ranks of the current process group (run it through ``ranks``).
+
+    Args:
+        packs, how: the step's input.
+        csbp: size of the sequence axis, by default all ranks.
+        document: if given, only this document of every pack has a loss.
+    """
     config = ParallelConfig(nproc=dist.get_world_size(), csbp=csbp, device="cpu")
     runtime = start_runtime(config, lambda: Path("unused"))
     adapter, model = get_adapter("qwen3"), csbp_model()
@@ -85,6 +127,10 @@ def step_on_ranks(packs: Sequence[PackedBatch], how: Noising, csbp: int | None =
     shard_model(model, adapter.units(model), runtime.shard_mesh, torch.float64)
     runner = StepRunner(model, adapter, runtime, "reference")
     works = runner.prepare(packs, how, step=0)
+    if document is not None:
+        alone = [only_document(work.layout, document) for work in works]
+        works = [replace(work, layout=layout, batch=scatter(layout, work.plan.rank_plan.rows))
+                 for work, layout in zip(works, alone, strict=True)]
     with exact_norms():
         result = runner.run(works, train=True)
         sent_rows, sent_bytes = dict(runtime.transport.sent_rows), dict(runtime.transport.sent_bytes)

@@ -105,3 +105,17 @@ def test_a_step_sends_the_planned_rows_and_no_others(ranks, world):
         assert share.sent_bytes == {label: rows * row_bytes for label, rows in share.planned_rows.items()}
     kv, grad = (sum(share.sent_rows[label] for share in shares) for label in ("clean_kv", "clean_grad"))
     assert kv == 2 * grad > 0  # every row sent in the forward and again in the backward has its gradient returned
+
+
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
+def test_scrambling_one_document_leaves_the_other_bit_identical(ranks, world):
+    pack, how = make_pack([13, 18]), noising(4)
+    scrambled = make_pack([13, 18], seed=1)
+    assert (scrambled.tokens[:13] != pack.tokens[:13]).sum() > 6
+    scrambled.tokens[13:] = pack.tokens[13:]
+    first, second = (ranks(world, step_on_ranks, [p], how, None, 1) for p in (pack, scrambled))
+    assert first[0].loss == second[0].loss > 0
+    assert_same_grads(second[0].grads, first[0].grads, rtol=0.0, atol=0.0)
+    # The other document is in the pass, and what was changed reaches its own rows.
+    whole, changed = (ranks(world, step_on_ranks, [p], how) for p in (pack, scrambled))
+    assert whole[0].loss != changed[0].loss
