@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 from csbp.checkpoint.huggingface import export_model
@@ -12,7 +12,7 @@ from csbp.parallel.runtime import Runtime
 from csbp.train.evaluate import held_out_packs, unigram_loss
 from csbp.train.recorder import Recorder
 from csbp.train.session import Session, open_session
-from csbp.train.trainer import Trainer
+from csbp.train.trainer import Progress, Trainer, resume
 
 STOPPED_EARLY = 1
 
@@ -25,15 +25,16 @@ def run_training(config: RunConfig, runtime: Runtime) -> int:
     """
     session = open_session(config, runtime)
     held_out = held_out_packs(session)
-    recorder = Recorder(config, runtime)
-    trainer = Trainer(session, held_out, recorder)
-    resumed = config.resume == "auto" and trainer.resume()
-    recorder.start(session, trainer.progress.step, resumed)
+    unigram = unigram_loss(session, held_out)
+    progress = resume(session) if config.resume == "auto" else None
+    recorder = Recorder(config, runtime.run_dir, main=runtime.main, resumed_at=progress.step if progress else None,
+                        earlier=progress.seconds if progress else 0.0)
     try:
+        trainer = Trainer(session, held_out, recorder, progress)
         if not trainer.train():
-            recorder.stopped_early(trainer.progress.step)
+            recorder.note(f"stopped at step {trainer.progress.step}; everything is saved")
             return STOPPED_EARLY
-        summary = summarise(session, trainer, unigram_loss(session, held_out))
+        summary = summarise(session, trainer.progress, unigram)
         if config.checkpoint.export:
             summary["export_dir"] = str(export(session, summary))
         recorder.finish(summary, trainer.progress.sample_before, trainer.sample())
@@ -42,15 +43,15 @@ def run_training(config: RunConfig, runtime: Runtime) -> int:
     return 0
 
 
-def export(session: Session, summary: dict[str, Any]) -> Any:
+def export(session: Session, summary: dict[str, Any]) -> Path:
     """The trained model as a Hugging Face folder in the run folder. Collective."""
     return export_model(session.model, session.adapter, session.tokenizer, session.runtime.run_dir / "export",
                         session.diffusion, facts=summary)
 
 
-def summarise(session: Session, trainer: Trainer, unigram: float) -> dict[str, Any]:
+def summarise(session: Session, progress: Progress, unigram: float) -> dict[str, Any]:
     """The numbers of summary.json; held-out losses in nats per supervised token, all with the same noise."""
-    config, progress = session.config, trainer.progress
+    config = session.config
     before, after = progress.before, progress.last
     assert before is not None and after is not None
     values: dict[str, Any] = {"steps": progress.step, "seconds": progress.seconds, "nproc": session.runtime.world}
@@ -62,8 +63,3 @@ def summarise(session: Session, trainer: Trainer, unigram: float) -> dict[str, A
                "random_start_steps": recorded.random_start_steps, "eval_loss_best": progress.best,
                "export_dir": None}
     return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
-
-
-def config_values(config: RunConfig) -> dict[str, Any]:
-    """The configuration as nested plain values, for trackers."""
-    return dataclasses.asdict(config)

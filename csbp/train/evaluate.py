@@ -95,8 +95,9 @@ def show(session: Session, block: HeldOutBlock, filled: list[int]) -> dict[str, 
     mask = session.training.mask_token_id
 
     def text(ids: list[int]) -> str:
-        pieces = ["▒" if i == mask else session.tokenizer.decode([i]) for i in ids]
-        return session.tokenizer.decode(ids) if mask not in ids else "".join(pieces)
+        if mask not in ids:
+            return str(session.tokenizer.decode(ids))
+        return "".join("▒" if i == mask else str(session.tokenizer.decode([i])) for i in ids)
 
     return {"context": text(block.context[-48:]), "original": text(block.block), "noised": text(block.noised),
             "filled": text(filled)}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
 
 from csbp.checkpoint.reading import resolve_model_folder
 from csbp.checkpoint.store import CheckpointStore
@@ -30,7 +30,7 @@ class Session:
 
     config: RunConfig
     runtime: Runtime
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerFast
     adapter: ModelAdapter
     model: nn.Module
     optimizer: torch.optim.AdamW
@@ -96,7 +96,7 @@ def build_model(config: RunConfig, adapter: ModelAdapter) -> nn.Module:
     return adapter.load(path, torch.float32)
 
 
-def mask_token(config: RunConfig, tokenizer: PreTrainedTokenizerBase, rows: int) -> int:
+def mask_token(config: RunConfig, tokenizer: PreTrainedTokenizerFast, rows: int) -> int:
     """The id of [MASK]: configured, or the first past the tokenizer's last.
 
     Raises:

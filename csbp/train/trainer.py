@@ -56,24 +56,21 @@ class Progress:
         return cls(**known | {"cursor": Cursor.from_json(known["cursor"])})
 
 
+def resume(session: Session) -> Progress | None:
+    """Go on from the newest valid checkpoint: weights and optimizer in place; None if there is none. Collective."""
+    path = session.store.newest_valid()
+    return None if path is None else Progress.from_json(session.store.load(path, session.model, session.optimizer))
+
+
 class Trainer:
     """Drives a session to its last step. The same on every rank; rank 0 also writes."""
 
-    def __init__(self, session: Session, held_out: list[PackedBatch], recorder: Recorder) -> None:
+    def __init__(self, session: Session, held_out: list[PackedBatch], recorder: Recorder,
+                 progress: Progress | None = None) -> None:
         self.session, self.held_out, self.recorder = session, held_out, recorder
-        self.progress = Progress(session.train_stream.first())
+        self.progress = progress or Progress(session.train_stream.first())
         generative = session.config.objective.kind == "block_diffusion"
         self.block: HeldOutBlock | None = pick_block(session, held_out) if generative else None
-
-    def resume(self) -> bool:
-        """Go on from the newest valid checkpoint, if there is one. Collective."""
-        session = self.session
-        path = session.store.newest_valid()
-        if path is None:
-            return False
-        self.progress = Progress.from_json(session.store.load(path, session.model, session.optimizer))
-        self.recorder.resumed(path, self.progress.step, self.progress.seconds)
-        return True
 
     def train(self) -> bool:
         """Train to train.steps. Returns False if it was asked to stop early; the state is then saved."""

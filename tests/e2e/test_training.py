@@ -1,0 +1,170 @@
+"""Training runs on gloo ranks: same losses on any topology, exact resume, faults."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import ask_to_stop, at_step, final_weights, losses, make_corpus, steps_of, tiny_run, train_here
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+TOPOLOGIES = [pytest.param(2, 2), pytest.param(3, 1), pytest.param(3, 3, marks=pytest.mark.slow),
+              pytest.param(4, 2, marks=pytest.mark.slow), pytest.param(4, 4, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module")
+def one_rank(ranks: Any, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    run = tmp_path_factory.mktemp("one")
+    assert ranks(1, train_here, tiny_run(corpus, run)) == [0]
+    assert losses(run)[-1] < losses(run)[0]
+    return losses(run)
+
+
+@pytest.mark.parametrize(("world", "csbp"), TOPOLOGIES)
+def test_losses_do_not_depend_on_the_topology(ranks: Any, corpus: Path, tmp_path: Path, one_rank: list[float],
+                                              world: int, csbp: int) -> None:
+    assert ranks(world, train_here, tiny_run(corpus, tmp_path, parallel={"csbp": csbp})) == [0] * world
+    np.testing.assert_allclose(losses(tmp_path), one_rank, rtol=1e-5)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_three_and_seven_steps_are_ten(ranks: Any, corpus: Path, tmp_path: Path, world: int) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    ranks(world, train_here, tiny_run(corpus, whole))
+    ranks(world, train_here, tiny_run(corpus, parts, train={"steps": 3}))
+    ranks(world, train_here, tiny_run(corpus, parts, resume="auto"))
+    assert [x.hex() for x in losses(parts)] == [x.hex() for x in losses(whole)]
+    assert [r["grad_norm"] for r in steps_of(parts)] == [r["grad_norm"] for r in steps_of(whole)]
+    assert final_weights(parts) == final_weights(whole)
+
+
+def stop_at_four(config: Any, rank: int) -> int:
+    return train_here(config, lambda session: at_step(session, rank, 4, ask_to_stop))
+
+
+def test_sigterm_to_one_rank_saves_on_all(ranks: Any, corpus: Path, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    ranks(2, train_here, tiny_run(corpus, whole))
+    assert ranks(2, stop_at_four, tiny_run(corpus, parts), 1) == [1, 1]
+    assert not (parts / "summary.json").exists()
+    stopped = len(losses(parts))
+    assert stopped in (5, 6)  # the step in which the signal came, or the next
+    assert ranks(2, train_here, tiny_run(corpus, parts, resume="auto")) == [0, 0]
+    assert losses(parts) == losses(whole) and final_weights(parts) == final_weights(whole)
+
+
+def test_a_damaged_checkpoint_is_passed_over(ranks: Any, corpus: Path, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    ranks(2, train_here, tiny_run(corpus, whole))
+    ranks(2, train_here, tiny_run(corpus, parts, train={"steps": 6}, checkpoint={"every": 3}))
+    shard = sorted((parts / "checkpoints" / "step-00000006").glob("*.safetensors"))[0]
+    flipped = bytearray(shard.read_bytes())
+    flipped[-5] ^= 4
+    shard.write_bytes(flipped)
+    ranks(2, train_here, tiny_run(corpus, parts, resume="auto"))
+    assert losses(parts) == losses(whole) and final_weights(parts) == final_weights(whole)
+
+
+def poison(config: Any, rank: int, first: int, last: int) -> int:
+    """NaN logits on one rank in some steps."""
+    def disturb(session: Any) -> None:
+        forward, current = session.adapter.forward, {"step": -1}
+        prepare = session.runner.prepare
+
+        def watched(packs: Any, noising: Any, step: int) -> Any:
+            current["step"] = step if noising is session.training else -1
+            return prepare(packs, noising, step)
+
+        def broken(model: Any, batch: Any, plan: Any) -> Any:
+            logits = forward(model, batch, plan)
+            bad = session.runtime.rank == rank and first <= current["step"] <= last
+            return logits * math.nan if bad else logits
+
+        session.runner.prepare = watched
+        session.runner.adapter = type("Broken", (), {**{n: getattr(session.adapter, n) for n in
+                                                        ("layer_kinds", "units")}, "forward": staticmethod(broken)})()
+
+    return train_here(config, disturb)
+
+
+def test_a_nan_on_one_rank_changes_no_weights_anywhere(ranks: Any, corpus: Path, tmp_path: Path) -> None:
+    assert ranks(2, poison, tiny_run(corpus, tmp_path, train={"steps": 6}), 1, 2, 3) == [0, 0]
+    rows = steps_of(tmp_path)
+    assert [row["updated"] for row in rows] == [True, True, False, False, True, True]
+    assert all(math.isfinite(row["loss"]) for row in rows if row["updated"])
+
+
+def test_nans_without_end_stop_the_run(ranks: Any, corpus: Path, tmp_path: Path) -> None:
+    config = tiny_run(corpus, tmp_path, train={"steps": 9}, checkpoint={"every": 1})
+    with pytest.raises(Exception, match="3 times in a row"):
+        ranks(2, poison, config, 1, 2, 99)
+    assert len(steps_of(tmp_path)) == 5
+    # What was saved before is still there to go on from.
+    assert (tmp_path / "checkpoints" / "step-00000004").exists()
+
+
+OBJECTIVES: list[dict[str, Any]] = [
+    {"kind": "autoregressive", "clean_stream": "token_causal"},
+    {"clean_stream": "token_causal", "label_shift": True},
+    {"clean_stream": "token_causal", "ar_weight": 0.5, "weight": "inverse_t", "denominator": "supervised"},
+]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_every_objective_learns_and_agrees_on_two_ranks(ranks: Any, corpus: Path, tmp_path: Path,
+                                                        objective: dict[str, Any]) -> None:
+    for world in (1, 2):
+        run = tiny_run(corpus, tmp_path / str(world), objective=objective, train={"steps": 4})
+        assert ranks(world, train_here, run) == [0] * world
+    first, second = losses(tmp_path / "1"), losses(tmp_path / "2")
+    np.testing.assert_allclose(first, second, rtol=1e-5)
+    assert first[-1] < first[0]
+
+
+def test_export_and_summary(ranks: Any, corpus: Path, tmp_path: Path) -> None:
+    config = tiny_run(corpus, tmp_path, train={"steps": 4, "eval_every": 2, "sample_every": 2},
+                      checkpoint={"export": True}, observe={"plot": True})
+    assert ranks(2, train_here, config) == [0, 0]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    for key in ("eval_loss_before", "eval_loss_after", "eval_loss_unigram", "masked_accuracy_before",
+                "masked_accuracy_after", "seconds"):
+        assert math.isfinite(summary[key]), key
+    assert summary["eval_loss_random_start"] is None
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(summary["export_dir"])
+    assert (model.config.block_size, model.config.mask_token_id) == (4, 257)
+    assert (tmp_path / "loss.png").stat().st_size > 5000
+
+
+def count_micro_batches(config: Any) -> int:
+    """How many micro-batches this rank ran in the first step."""
+    seen: list[int] = []
+
+    def disturb(session: Any) -> None:
+        prepare = session.runner.prepare
+
+        def watched(*args: Any, **named: Any) -> Any:
+            works = prepare(*args, **named)
+            seen.append(len(works))
+            return works
+
+        session.runner.prepare = watched
+
+    train_here(config, disturb)
+    return seen[-2]  # the last is the closing evaluation
+
+
+def test_replicas_short_of_a_pack_run_an_empty_one(ranks: Any, corpus: Path, tmp_path: Path) -> None:
+    config = tiny_run(corpus, tmp_path, parallel={"csbp": 1}, train={"steps": 2, "packs_per_step": 1})
+    assert ranks(2, count_micro_batches, config) == [1, 1]
+    assert all(math.isfinite(x) for x in losses(tmp_path))
