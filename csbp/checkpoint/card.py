@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 # summary.json key -> what the card calls it.
 _RESULTS = {
     "steps": "optimizer steps",
@@ -45,6 +43,8 @@ def run_facts(run_dir: Path, summary: Mapping[str, Any] | None = None) -> dict[s
     """
     facts: dict[str, Any] = {}
     if (run_dir / "config.yaml").exists():
+        from omegaconf import OmegaConf
+
         config = OmegaConf.load(run_dir / "config.yaml")
         facts |= {label: OmegaConf.select(config, key) for key, label in _SETTINGS.items()}
     if summary is None and (run_dir / "summary.json").exists():
