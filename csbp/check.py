@@ -1,0 +1,224 @@
+"""``csbp check``: everything about a run that can be known before it costs anything.
+
+Reads and tokenizes the data (which the run then finds in the cache) and builds the model without its weights.
+The configuration itself has been validated by the time it gets here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+
+from csbp.checkpoint.reading import resolve_model_folder
+from csbp.config.schema import RunConfig
+from csbp.data.batch import PackedBatch
+from csbp.data.packs import PackStream
+from csbp.data.stream import open_stream, prepare_corpora
+from csbp.data.tokenizer import load_tokenizer, next_free_id
+from csbp.errors import ConfigError
+from csbp.memory import estimate_memory, free_memory
+from csbp.models.protocol import ModelAdapter
+from csbp.models.registry import get_adapter
+from csbp.parallel.runtime import choose_device, mesh_sizes
+from csbp.train.session import mask_token
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_SHOWN_BLOCKS = 12
+_PIPED_WIDTH = 120
+
+
+def run_check(config: RunConfig, console: Console | None = None) -> int:
+    """Say what the run would read, learn and need, section after section.
+
+    Args:
+        config: a valid configuration.
+        console: where to; by default stdout, plain and 120 columns wide where that is no terminal.
+
+    Returns:
+        0: the run can start. Warnings do not change that.
+
+    Raises:
+        ConfigError, UserError: the first thing that would stop the run.
+    """
+    out = console or _console()
+    adapter = get_adapter(config.model.family)
+    tokenizer = load_tokenizer(config.data.tokenizer or config.model.path, config.model.family)
+    model = build_on_meta(config, adapter)
+    rows = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    device = _check_devices(config, out)
+    _check_tokenizer(config, tokenizer, rows, out)
+    prepare_corpora(config.data, tokenizer)
+    streams = {name: open_stream(config.data, seed=config.seed, tokenizer=tokenizer, split=name)
+               for name in ("train", "validation")}
+    _show_data(config, streams, out)
+    _show_sample(config, streams["train"], tokenizer, out)
+    _check_memory(config, adapter, model, rows, streams["train"], device, out)
+    out.print("\nNothing stands in the way: csbp train " + (f"experiment={config.experiment}" if config.experiment
+                                                             else "…"))
+    return 0
+
+
+def _console() -> Console:
+    console = Console(highlight=False, soft_wrap=True)
+    return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=_PIPED_WIDTH)
+
+
+def build_on_meta(config: RunConfig, adapter: ModelAdapter) -> nn.Module:
+    """The model as shapes without numbers.
+
+    Raises:
+        ConfigError: there is no such model, or its weights are not there as safetensors.
+    """
+    path: Path | None = None
+    if config.model.path:
+        path = resolve_model_folder(config.model.path, config.model.family)
+        if config.model.init == "pretrained" and not list(path.glob("*.safetensors")):
+            raise ConfigError("model.path", config.model.path, f"{path} holds no *.safetensors; convert the weights, "
+                                                               "or set model.init=random")
+    with torch.device("meta"):
+        return adapter.build(path, config.model.shape if config.model.init == "random" else {}, torch.float32)
+
+
+def _check_devices(config: RunConfig, out: Console) -> torch.device:
+    parallel = config.parallel
+    dp, csbp = mesh_sizes(parallel, parallel.nproc)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", parallel.nproc))
+    device = choose_device(parallel.device, here - 1)
+    out.print(_heading("Devices"))
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(0)
+        out.print(f"  {here} of {torch.cuda.device_count()} GPUs ({name}), dp={dp} x csbp={csbp}")
+    else:
+        cores = os.cpu_count() or 1
+        out.print(f"  {parallel.nproc} CPU ranks x {parallel.threads} threads on {cores} cores, "
+                  f"dp={dp} x csbp={csbp}")
+        if parallel.nproc * parallel.threads > cores:
+            _warn(out, f"more threads than cores; parallel.nproc={max(cores // parallel.threads, 1)} would be faster")
+        if config.train.dtype == "bfloat16":
+            _warn(out, "bfloat16 is many times slower than float32 on most CPUs")
+    if config.train.packs_per_step % dp:
+        _warn(out, f"train.packs_per_step={config.train.packs_per_step} is no multiple of {dp} replicas; some wait")
+    return device
+
+
+def _check_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerFast, rows: int, out: Console) -> None:
+    mask, last = mask_token(config, tokenizer, rows), next_free_id(tokenizer) - 1
+    if last >= rows:
+        raise ConfigError("data.tokenizer", config.data.tokenizer or config.model.path,
+                          f"its last id is {last}, but the model has only {rows} embedding rows; use the model's own "
+                          "tokenizer")
+    kept = {"EOS": tokenizer.eos_token_id, "BOS": tokenizer.bos_token_id, "PAD": tokenizer.pad_token_id}
+    for name, index in kept.items():
+        if config.objective.kind != "autoregressive" and mask == index:
+            raise ConfigError("model.mask_token_id", mask, f"is the tokenizer's {name} token, which text contains; "
+                                                           "name another reserved id, or null")
+    out.print(_heading("Tokenizer"))
+    out.print(f"  ids 0..{last} of {rows} embedding rows; EOS {tokenizer.eos_token!r}; chat template: "
+              f"{'yes' if tokenizer.chat_template else 'no'}", markup=False)
+    if config.objective.kind != "autoregressive":
+        what = repr(tokenizer.decode([mask])) if mask <= last else "past the last id, so no text contains it"
+        out.print(f"  mask id {mask}: {what}", markup=False)
+
+
+def _show_data(config: RunConfig, streams: dict[str, PackStream], out: Console) -> None:
+    out.print(_heading("Data"))
+    table = Table("  split", box=None, pad_edge=False, padding=(0, 2))
+    for name in ("documents", "samples", "tokens", "supervised", "bytes/token", "packs filled"):
+        table.add_column(name, justify="right")
+    for name, stream in streams.items():
+        totals = stream.totals
+        numbers = [f"{n:,}" for n in (totals.documents, totals.samples, totals.tokens, totals.supervised)]
+        table.add_row("  " + (name if totals.exact else f"{name} (first window)"), *numbers,
+                      f"{stream.bytes_per_token:.2f}", f"{stream.efficiency():.1%}")
+    out.print(table)
+    for line in dict.fromkeys(line for stream in streams.values() for line in stream.totals.skipped):
+        _warn(out, line)
+    train = streams["train"]
+    if train.totals.exact:
+        read = config.train.steps * config.train.packs_per_step * config.data.seq_len * train.efficiency()
+        out.print(f"  train.steps={config.train.steps} reads {read:,.0f} tokens, "
+                  f"{read / train.totals.tokens:.2f} epochs")
+
+
+def _show_sample(config: RunConfig, stream: PackStream, tokenizer: PreTrainedTokenizerFast, out: Console) -> None:
+    """The first sample of the run: a line a block, # for a supervised token and . for one that is only read."""
+    (pack,), _ = stream.take(stream.first(), 1)
+    size = config.objective.block_size
+    length = int(pack.document_starts[1])
+    supervised = int(pack.target_mask[:length].sum())
+    cells = "lines" if config.objective.kind == "autoregressive" else "blocks"
+    out.print(_heading(f"First sample: {length} tokens, {supervised} supervised, {cells} of {size}"))
+    first = max(int(pack.target_mask[:length].argmax()) // size - 2, 0)
+    table = Table("  block", "positions", "loss", "text", box=None, pad_edge=False, padding=(0, 2))
+    table.columns[3].overflow = "fold"
+    last = min(first + _SHOWN_BLOCKS, -(-length // size))
+    for block in range(first, last):
+        begin, end = block * size, min((block + 1) * size, length)
+        marks = "".join("#" if t else "." for t in pack.target_mask[begin:end])
+        table.add_row(f"  {block}", f"{begin}-{end - 1}", marks, _block_text(pack, begin, end, tokenizer))
+    out.print(table)
+    if last * size < length:
+        out.print(f"  … {-(-length // size) - last} more {cells}")
+
+
+def _block_text(pack: PackedBatch, begin: int, end: int, tokenizer: PreTrainedTokenizerFast) -> Text:
+    """Decoded on one line, the supervised runs in colour."""
+    text, start = Text(), begin
+    for place in range(begin + 1, end + 1):
+        if place == end or pack.target_mask[place] != pack.target_mask[start]:
+            piece = json.dumps(tokenizer.decode(pack.tokens[start:place]), ensure_ascii=False)[1:-1]
+            text.append(piece.replace('\\"', '"'), style="bold green" if pack.target_mask[start] else "dim")
+            start = place
+    return text
+
+
+def _check_memory(config: RunConfig, adapter: ModelAdapter, model: nn.Module, rows: int, stream: PackStream,
+                  device: torch.device, out: Console) -> None:
+    world, share = config.parallel.nproc, stream.totals.supervised / stream.totals.tokens
+    _, csbp = mesh_sizes(config.parallel, world)
+    targets = -(-int(config.data.seq_len * share) // csbp)
+    noised = 0 if config.objective.kind == "autoregressive" else targets
+    need = estimate_memory(model, adapter.units(model), world=world, rows=-(-config.data.seq_len // csbp) + noised,
+                           loss_rows=targets, vocabulary=rows,
+                           compute=torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    there, host = free_memory(device), free_memory(torch.device("cpu"))
+    there = there if device.type == "cuda" else there // here
+    out.print(_heading("Memory of one rank (weights, gradients and optimizer are exact, the rest is rough)"))
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right")
+    for name in ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "total"):
+        table.add_row(f"  {name}", _size(getattr(need, name)))
+    table.add_row("  free", _size(there))
+    out.print(table)
+    if need.certain > there:
+        raise ConfigError("parallel.nproc", world, f"weights, gradients and optimizer need {_size(need.certain)} a "
+                          f"rank, {_size(there)} are free; use more devices or a smaller model")
+    if need.total > there:
+        _warn(out, "this may not fit; lower data.seq_len, or raise parallel.csbp")
+    if need.loading * here > host:
+        _warn(out, f"every rank first builds the whole model: {_size(need.loading * here)} of host memory for {here} "
+                   f"ranks, {_size(host)} are free")
+
+
+def _heading(title: str) -> Text:
+    return Text(f"\n{title}", style="bold")
+
+
+def _warn(out: Console, message: str) -> None:
+    out.print(Text(f"  warning: {message}", style="yellow"))
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,95 @@
+"""How much memory a rank will need, from shapes alone.
+
+Legend: S local rows, E rows with logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+# Beside the inputs and outputs of its linear layers, a decoder layer keeps norms, rotated queries and keys and the
+# activation function for its backward; about half as much again.
+_BESIDE_LINEAR = 1.5
+_LOGIT_COPIES = 3  # float32: the logits, their softmax, their gradient
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one rank. The first three are exact, the others rough.
+
+    Attributes:
+        weights, gradients, optimizer: this rank's float32 shards.
+        gathered: the unit being computed and the one after it, and what belongs to no unit, whole.
+        activations: kept for the backward of one pack.
+        logits: of the rows with a loss.
+        loading: the whole float32 model, which every rank builds before it keeps its shard (host memory).
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    activations: int
+    logits: int
+    loading: int
+
+    @property
+    def certain(self) -> int:
+        """What no setting of the data changes."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """All that is there at once in a step."""
+        return self.certain + self.gathered + self.activations + self.logits
+
+
+def estimate_memory(model: nn.Module, units: Sequence[nn.Module], *, world: int, rows: int, loss_rows: int,
+                    vocabulary: int, compute: torch.dtype) -> MemoryEstimate:
+    """Of one rank with AdamW, weights sharded over all ranks and no activation checkpointing.
+
+    Args:
+        model: on any device, also meta.
+        units: its decoder layers, which are gathered one by one.
+        world: ranks that the weights are sharded over.
+        rows: S, clean and noised rows of a pack on one rank.
+        loss_rows: E on one rank.
+        vocabulary: V.
+        compute: dtype of the forward.
+    """
+    parameters = sum(p.numel() for p in model.parameters())
+    in_units = [sum(p.numel() for p in unit.parameters()) for unit in units]
+    shard = -(-parameters // world)
+    width = sum(layer.in_features + layer.out_features for unit in units for layer in unit.modules()
+                if isinstance(layer, nn.Linear))
+    gathered = parameters - sum(in_units) + 2 * max(in_units, default=0)
+    return MemoryEstimate(
+        weights=4 * shard, gradients=4 * shard, optimizer=8 * shard,
+        gathered=compute.itemsize * gathered if world > 1 or compute != torch.float32 else 0,
+        activations=round(_BESIDE_LINEAR * rows * width * compute.itemsize),
+        logits=loss_rows * vocabulary * (compute.itemsize + 4 * _LOGIT_COPIES), loading=4 * parameters)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes free now: of the least free GPU that is visible, or of this host (or container)."""
+    if device.type == "cuda":
+        return min(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
+    import psutil
+
+    return min(int(psutil.virtual_memory().available), _container_room())
+
+
+def _container_room(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """What a container's limit leaves, without the file cache, which gives way; a huge number where there is none."""
+    try:
+        limit = int((root / "memory.max").read_text())
+        used = int((root / "memory.current").read_text())
+        cache = dict(line.split() for line in (root / "memory.stat").read_text().splitlines()).get("file", "0")
+        return limit - used + int(cache)
+    except (OSError, ValueError):  # no container, or no limit ("max")
+        return 1 << 62

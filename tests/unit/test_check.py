@@ -1,0 +1,175 @@
+"""``csbp check`` shows what would be learnt, and stops at what would stop the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from csbp.models.registry import families, get_adapter
+from data_kit import qwen_like
+from rich.console import Console
+from torch import nn
+
+from csbp import check, memory
+from csbp.check import build_on_meta, run_check
+from csbp.config.schema import DataConfig, ModelConfig, ObjectiveConfig, ParallelConfig, RunConfig, SourceConfig
+from csbp.errors import ConfigError, UserError
+from csbp.memory import estimate_memory
+
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+         "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 400, "tie_word_embeddings": False}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    qwen_like("qwen2_5").save_pretrained(tmp_path / "tokenizer")
+    chats = [{"messages": [{"role": "user", "content": f"[red]What is {i}?"},
+                           {"role": "assistant", "content": f"It is\n{i}."}]} for i in range(30)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(c) + "\n" for c in [*chats, {"messages": []}]))
+    return RunConfig(
+        model=ModelConfig(family=families()[0], init="random", shape=SHAPE), objective=ObjectiveConfig(block_size=4),
+        data=DataConfig(sources=[SourceConfig(kind="jsonl", path=str(tmp_path / "chat.jsonl"), format="messages")],
+                        tokenizer=str(tmp_path / "tokenizer"), seq_len=256, validation_fraction=0.3,
+                        cache_dir=str(tmp_path / "cache")),
+        parallel=ParallelConfig(nproc=2, device="cpu"))
+
+
+def change(config: RunConfig, section: str, **values: Any) -> RunConfig:
+    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
+
+
+def shown(config: RunConfig) -> str:
+    out = io.StringIO()
+    assert run_check(config, Console(file=out, width=120, highlight=False, soft_wrap=True)) == 0
+    return out.getvalue()
+
+
+def test_a_run_that_can_start(config: RunConfig) -> None:
+    text = shown(config)
+    for title in ("Devices", "Tokenizer", "Data", "First sample", "Memory of one rank", "Nothing stands in the way"):
+        assert title in text
+    numbers = {words[0]: words[1:4] for words in map(str.split, text.splitlines())
+               if words and words[0] in ("train", "validation")}
+    assert sum(int(n[0]) for n in numbers.values()) == 30  # the empty chat is not there, but is said
+    assert "left out 1: a conversation without an assistant turn" in text and "chat.jsonl:30" in text
+    assert "\x1b" not in text  # plain where it is piped
+
+
+def test_the_sample_shows_what_is_learnt(config: RunConfig) -> None:
+    lines = [line.split(maxsplit=3) for line in shown(config).splitlines()]
+    blocks = [words for words in lines if len(words) >= 3 and set(words[2]) <= {"#", "."} and words[0].isdigit()]
+    marks, text = "".join(b[2] for b in blocks), "".join("".join(b[3:]).replace(" ", "") for b in blocks)
+    found = re.search(r"<\|im_start\|>assistant\\nItis\\n(\d+)\.<\|im_end\|>$", text)
+    assert found is not None, text
+    answer = qwen_like("qwen2_5")(f"It is\n{found[1]}.<|im_end|>")["input_ids"]
+    assert marks == "." * (len(marks) - len(answer)) + "#" * len(answer)
+    begin, end = blocks[0][1].split("-")
+    assert int(begin) == 4 * int(blocks[0][0]) and int(end) == int(begin) + 3
+
+
+def test_the_beginning_of_a_chat_is_shown_without_markup(config: RunConfig) -> None:
+    assert "[red]" in shown(change(config, "objective", block_size=64)).replace("\n", "")
+
+
+@pytest.mark.parametrize(("section", "values", "error"), [
+    ("model", {"shape": {**SHAPE, "vocab_size": 354}}, r"model.mask_token_id.*mask id would be 354"),
+    ("model", {"mask_token_id": 70}, r"model.mask_token_id=70.*ordinary token"),
+    ("model", {"mask_token_id": "EOS"}, r"model.mask_token_id.*tokenizer's EOS token"),
+    ("data", {"tokenizer": "/none"}, r"data.tokenizer='/none'.*no tokenizer"),
+    ("data", {"validation_fraction": 0.0}, r"data.validation_fraction"),
+    ("parallel", {"csbp": 3}, r"parallel.csbp=3"),
+    ("parallel", {"device": "cuda"}, r"parallel.device='cuda'"),
+])
+def test_what_would_stop_the_run(config: RunConfig, section: str, values: dict[str, Any], error: str) -> None:
+    if values.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    if values.get("mask_token_id") == "EOS":
+        values = {"mask_token_id": qwen_like("qwen2_5").eos_token_id}
+    with pytest.raises(ConfigError, match=error):
+        shown(change(config, section, **values))
+
+
+def test_a_tokenizer_larger_than_the_model(config: RunConfig) -> None:
+    plain = change(config, "objective", kind="autoregressive", clean_stream="token_causal")
+    assert "mask id" not in shown(plain)
+    with pytest.raises(ConfigError, match=r"data.tokenizer.*its last id is 353, but the model has only 300"):
+        shown(change(plain, "model", shape={**SHAPE, "vocab_size": 300}))
+
+
+def test_weights_must_be_there(config: RunConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    model = build_on_meta(config, get_adapter(config.model.family))
+    model.config.save_pretrained(folder)  # type: ignore[operator, union-attr]
+    with pytest.raises(ConfigError, match=r"model.path.*holds no \*.safetensors"):
+        shown(change(config, "model", init="pretrained", path=str(folder), shape={}))
+    (folder / "model.safetensors").write_bytes(b"")
+    assert "400 embedding rows" in shown(change(config, "model", init="pretrained", path=str(folder), shape={}))
+
+
+def test_a_model_that_cannot_fit(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "free_memory", lambda device: 1000)
+    with pytest.raises(ConfigError, match=r"parallel.nproc=2: weights, gradients and optimizer need"):
+        shown(config)
+    monkeypatch.setattr(check, "free_memory", lambda device: 2 << 20)
+    assert "this may not fit" in shown(config)
+
+
+def test_unusable_data_is_an_error(config: RunConfig) -> None:
+    path = Path(config.data.sources[0].path)
+    path.write_text('{"messages": []}\n')
+    with pytest.raises(UserError, match="no document that can be learnt; left out 1"):
+        shown(config)
+
+
+def test_exact_parts_of_the_estimate(config: RunConfig) -> None:
+    adapter = get_adapter(config.model.family)
+    model = build_on_meta(config, adapter)
+    assert all(p.is_meta for p in model.parameters())
+    layer = 32 * (32 + 16 + 16) + 32 * 32 + 3 * 32 * 48 + 2 * 32 + 2 * 16
+    total = 2 * layer + 2 * 400 * 32 + 32
+    need = estimate_memory(model, adapter.units(model), world=3, rows=10, loss_rows=4, vocabulary=400,
+                           compute=torch.bfloat16)
+    shard = -(-total // 3)
+    assert (need.weights, need.gradients, need.optimizer) == (4 * shard, 4 * shard, 8 * shard)
+    assert need.loading == 4 * total
+    assert need.gathered == 2 * (total - 2 * layer + 2 * layer)
+    assert need.logits == 4 * 400 * (2 + 12)
+    assert need.total == need.certain + need.gathered + need.activations + need.logits
+
+
+def test_activations_are_near_what_autograd_keeps(config: RunConfig) -> None:
+    """Within a factor of two of the tensors that one layer really saves for its backward."""
+    adapter = get_adapter(config.model.family)
+    model = adapter.build(None, {**SHAPE, "num_hidden_layers": 1}, torch.float32)
+    layer, rows, saved = adapter.units(model)[0], 64, dict[int, int]()
+    parameters = {p.data_ptr() for p in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in parameters:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    mlp, norm = layer.get_submodule("mlp"), layer.get_submodule("input_layernorm")
+    width = sum(m.in_features + m.out_features for m in mlp.modules() if isinstance(m, nn.Linear))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        mlp(norm(torch.randn(rows, 32, requires_grad=True)))
+    estimate = estimate_memory(mlp, [mlp], world=1, rows=rows, loss_rows=0, vocabulary=1, compute=torch.float32)
+    assert estimate.activations == round(1.5 * rows * width * 4)
+    assert 0.5 < sum(saved.values()) / estimate.activations < 2
+
+
+def test_a_containers_limit_counts(tmp_path: Path) -> None:
+    assert memory._container_room(tmp_path) == 1 << 62
+    for name, text in (("memory.max", "1000"), ("memory.current", "700"), ("memory.stat", "anon 500\nfile 150\n")):
+        (tmp_path / name).write_text(text)
+    assert memory._container_room(tmp_path) == 450
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory._container_room(tmp_path) == 1 << 62
+    assert memory.free_memory(torch.device("cpu")) > 0
