@@ -121,12 +121,11 @@ def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
 
 def describe_environment() -> dict[str, Any]:
     """What ran this: versions, commit, machine, command line. No environment variables: they may hold secrets."""
-    found = {dist.metadata["Name"].lower(): dist.version for dist in metadata.distributions() if dist.metadata["Name"]}
     return {
         "csbp": __version__, "git": _commit(), "python": platform.python_version(), "platform": platform.platform(),
         "host": platform.node(), "cpus": os.cpu_count(), "command": sys.argv,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "packages": {name: found.get(name) for name in _PACKAGES},
+        "packages": {name: metadata.version(name) for name in _PACKAGES},
     }
 
 

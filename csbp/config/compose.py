@@ -18,8 +18,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -30,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from csbp.config.content import check_keys, refuse_code
-from csbp.config.fields import Field, find_field, nearest_key, nearest_name
+from csbp.config.fields import find_field, nearest_key, nearest_name
 from csbp.config.places import choices as choices_of
 from csbp.config.places import conf_dir, experiments
 from csbp.config.problems import as_config_error
@@ -102,20 +103,27 @@ def _split(words: Sequence[str], cls: type, groups: set[str]) -> tuple[dict[str,
 
 def _compose(name: str, cls: type[T], overrides: list[str], values: dict[str, str], file: Path) -> T:
     """Merge the files, set the values, follow the references. ``file`` is named in messages."""
-    schema = open_schema(cast(Any, cls))
-    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+    read = {key: _read(cls, key, text) for key, text in values.items()}  # first: a slip of the keyboard answers at once
+    _register_schemas()
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             config = compose(name, overrides=overrides)
         refuse_code(OmegaConf.to_container(config, resolve=False), "")
     except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
         raise as_config_error(error, cls, file) from error
-    for key, text in values.items():
-        _set_value(config, cls, key, text)
+    for key, value in read.items():
+        _set_value(config, cls, key, value, values[key])
     try:
         return resolve(config, cls)
     except OmegaConfBaseException as error:
         raise as_config_error(error, cls, file) from error
+
+
+@cache
+def _register_schemas() -> None:
+    """What lets Hydra refuse unknown keys and wrong types in files; named in the defaults lists."""
+    for name, cls in (("config_schema", RunConfig), ("generate_schema", GenerateConfig)):
+        ConfigStore.instance().store(name=name, node=open_schema(cls))
 
 
 def _register(file: Path) -> None:
@@ -134,31 +142,14 @@ def _register(file: Path) -> None:
     ConfigStore.instance().store(group="experiment", name=_OWN_FILE, node=content, package="_global_")
 
 
-def _set_value(config: DictConfig, cls: type, key: str, text: str) -> None:
-    """Set one field from the text after ``=``."""
-    field = find_field(cls, key, text)
-    value = _read(field, key, text)
-    parts = key.split(".")
-    for depth in range(1, len(parts)):
-        holder = OmegaConf.select(config, ".".join(parts[:depth]))
-        if OmegaConf.is_list(holder) and not (parts[depth].isdigit() and int(parts[depth]) < len(holder)):
-            raise ConfigError(key, text, f"the list has {len(holder)} entries, counted from 0")
-    try:
-        if field.item:
-            check_keys(cls, {parts[-1]: value}, key.removesuffix(parts[-1]))
-        OmegaConf.update(config, key, value, merge=True, force_add=True)
-        refuse_code({parts[-1]: None if field.type is str else value}, ".".join(parts[:-1]))
-    except (OmegaConfBaseException, ValueError) as error:
-        raise as_config_error(error, cls, None, key=key, value=text) from error
-
-
-def _read(field: Field, key: str, text: str) -> Any:
+def _read(cls: type, key: str, text: str) -> Any:
     """The Python value of an override's text: see the module's docstring."""
+    field = find_field(cls, key, text)
     if field.optional and text == "null":
         return None
     if field.type is str:
         return escape(text)
-    if field.is_section and field.item is None and "." not in key:
+    if field.is_section and not key[-1].isdigit():
         raise ConfigError(key, text, f"a section of fields; set one as {key}.FIELD=VALUE")
     if not text.strip():
         raise ConfigError(key, text, f"has no value; it must be {field.expects()}")
@@ -168,4 +159,22 @@ def _read(field: Field, key: str, text: str) -> Any:
         raise ConfigError(key, text, f"must be {field.expects()}") from error
     if override.is_sweep_override():
         raise ConfigError(key, text, f"one run takes one value: {field.expects()}")
-    return override.value()
+    parent, dot, name = key.rpartition(".")
+    value = override.value()
+    refuse_code({name: value}, parent)
+    if field.item:
+        check_keys(cls, {name: value}, parent + dot)
+    return value
+
+
+def _set_value(config: DictConfig, cls: type, key: str, value: Any, text: str) -> None:
+    """Set one field; ``text`` is what was written, for messages."""
+    parts = key.split(".")
+    for depth in range(1, len(parts)):
+        holder = OmegaConf.select(config, ".".join(parts[:depth]))
+        if OmegaConf.is_list(holder) and not (parts[depth].isdigit() and int(parts[depth]) < len(holder)):
+            raise ConfigError(key, text, f"the list has {len(holder)} entries, counted from 0")
+    try:
+        OmegaConf.update(config, key, value, merge=True, force_add=True)
+    except (OmegaConfBaseException, ValueError) as error:
+        raise as_config_error(error, cls, None, key=key, value=text) from error

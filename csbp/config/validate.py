@@ -154,16 +154,21 @@ def _check_objective(config: RunConfig) -> None:
 
 
 def _check_data(config: RunConfig) -> None:
+    from csbp.data.records import column_names
+    from csbp.data.stream import check_sources, named_sources
+
     data = config.data
-    if not data.sources:
-        raise ConfigError("data.sources", [], "name at least one: data.sources=[{kind: text, path: DIR}]")
-    for name in ("sources", "validation"):
-        entries = getattr(data, name)
-        for index, source in enumerate(entries):
-            _check_source(source, f"data.{name}.{index}")
-    if data.document_tokens is not None and data.document_tokens > data.seq_len:
-        raise ConfigError("data.document_tokens", data.document_tokens,
-                          f"must fit into a pack, data.seq_len={data.seq_len}")
+    for group in ("train", "validation"):
+        for field, source in named_sources(data, group):
+            _check_source(source, field)
+            column_names(source, field)
+    check_sources(data)
+    weights = [source.weight for source in data.sources]
+    if None in weights and any(weight is not None for weight in weights):
+        raise ConfigError(f"data.sources.{weights.index(None)}.weight", None,
+                          "give every source a weight, or none of them")
+    if not data.validation and data.validation_fraction == 0:
+        raise ConfigError("data.validation_fraction", 0.0, "nothing is held out; raise it or give data.validation")
 
 
 def _check_source(source: SourceConfig, field: str) -> None:
@@ -177,8 +182,6 @@ def _check_source(source: SourceConfig, field: str) -> None:
             raise ConfigError(f"{field}.kind", source.kind, f"{_STDLIB} is a folder of text files; use kind=text")
     elif source.kind != "dataset" and not has_magic(source.path) and not Path(source.path).expanduser().exists():
         raise ConfigError(f"{field}.path", source.path, "no such file or folder")
-    if source.streaming and source.kind != "dataset":
-        raise ConfigError(f"{field}.streaming", True, "only kind=dataset is read as a stream")
 
 
 def _check_numbers(config: RunConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -26,11 +27,12 @@ def test_every_experiment_composes_and_is_described(name: str) -> None:
     assert experiments()[name]
 
 
-@pytest.mark.parametrize(("group", "choice"), [
-    (folder.name, choice) for folder in sorted(conf_dir().iterdir()) if folder.is_dir() and folder.name != "experiment"
-    for choice in choices(folder.name)])
-def test_every_choice_of_every_group_composes(group: str, choice: str) -> None:
-    assert isinstance(compose_run([Q, f"{group}={choice}"]), RunConfig)
+def test_every_choice_of_every_group_composes() -> None:
+    groups = [folder.name for folder in sorted(conf_dir().iterdir()) if choices(folder.name)]
+    groups.remove("experiment")
+    rounds = itertools.zip_longest(*(choices(group) for group in groups), fillvalue="default")
+    for picked in rounds:
+        assert isinstance(compose_run([Q, *(f"{g}={c}" for g, c in zip(groups, picked, strict=True))]), RunConfig)
 
 
 def test_the_groups_are_the_sections() -> None:
