@@ -195,6 +195,8 @@ def _describe(geometry: Geometry, index: int) -> Mapping[str, int]:
 
 def _sees(row: Mapping[str, int], key: Mapping[str, int], kind: LayerKind) -> bool:
     """Whether a row sees a key of the same document."""
+    if row["block"] >= 0 and not kind.noised:
+        return False
     if row["block"] < 0 and key["block"] < 0:  # clean row, clean key
         if kind.clean == "absent":
             return False

@@ -92,9 +92,10 @@ def attend_distributed(query: Tensor, key_clean: Tensor, value_clean: Tensor, ke
     gradients or without alike. Exact: gradients are those of one device holding every row.
 
     Args:
-        query: [S, N, D], this rank's query rows: its clean rows, unless the kind has none, then its noised.
+        query: [S, N, D], this rank's query rows: its clean rows, then its noised, as the kind has them.
         key_clean, value_clean: [Sc, K, D], this rank's shard of the clean stream.
-        key_noised, value_noised: [Sn, K, D], this rank's own blocks. They never leave the rank.
+        key_noised, value_noised: [Sn, K, D], this rank's own blocks, [0, K, D] in a pass over clean rows
+            alone. They never leave the rank.
         plan: this rank's plan. layer_kind: which of its kinds this layer is.
         scale: score factor; default 1 / sqrt(D).
 
@@ -109,8 +110,9 @@ def attend_distributed(query: Tensor, key_clean: Tensor, value_clean: Tensor, ke
     kind = plan.kinds[layer_kind]
     check_shapes(query, key_noised, value_noised, len(kind.here))
     check_shapes(query, key_clean, value_clean, len(kind.here))
-    if (len(key_clean), len(key_noised)) != (plan.num_clean, plan.num_noised):
+    noised = plan.num_noised if plan.rank_plan.kinds[layer_kind].kind.noised else 0
+    if (len(key_clean), len(key_noised)) != (plan.num_clean, noised):
         raise ValueError(f"{len(key_clean)} clean and {len(key_noised)} noised keys; the plan gives this rank "
-                         f"{plan.num_clean} and {plan.num_noised}")
+                         f"{plan.num_clean} and {noised}")
     return _Attend.apply(query, key_clean, value_clean, key_noised, value_noised, kind, plan.transport,
                          default_scale(query, scale))

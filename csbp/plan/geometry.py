@@ -19,6 +19,7 @@ class LayerKind:
         name: key of ``Plan`` lookups, e.g. "full" or "sliding".
         clean: "block_causal" (a clean row sees to the end of its grid cell), "token_causal" (to itself) or
             "absent" (clean rows are keys only: DFlash, or a pass of noised queries over kept clean K/V).
+        noised: False for a pass over the clean rows alone, whose keys and values are kept for later passes.
         window: sliding window in tokens, or None.
         window_anchor: for noised rows, "block": the same range for the whole block, [s - W + 1, s), or
             "row": slot k sees [s + k - W + 1, s).
@@ -27,6 +28,7 @@ class LayerKind:
 
     name: str = "full"
     clean: str = "block_causal"
+    noised: bool = True
     window: int | None = None
     window_anchor: str = "block"
     in_block: str = "bidirectional"

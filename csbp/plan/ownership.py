@@ -57,7 +57,8 @@ def _units(geometry: Geometry, kinds: tuple[LayerKind, ...]) -> _Units:
     for kind in kinds:
         if kind.clean != "absent":
             cell_cost = cell_cost + _sum_by(cell_of_row, clean_ranges(geometry, kind).pairs, cells)
-        block_cost = block_cost + _sum_by(block_of_row, noised_ranges(geometry, kind).pairs, blocks)
+        if kind.noised:
+            block_cost = block_cost + _sum_by(block_of_row, noised_ranges(geometry, kind).pairs, blocks)
     loose = np.flatnonzero(geometry.block_cell < 0)
     over = np.flatnonzero(geometry.block_cell >= 0)
     cost = cell_cost + _sum_by(geometry.block_cell[over], block_cost[over], cells)

@@ -91,7 +91,9 @@ def rank_rows(geometry: Geometry, owners: Ownership, rank: int, *, dummy_without
 
 
 def _queries(geometry: Geometry, kind: LayerKind, rows: RankRows) -> RowRanges:
-    """Global ranges of one rank's query rows: its clean rows, if the kind asks them, then its noised rows."""
+    """Global ranges of one rank's query rows: its clean rows, then its noised rows, as the kind has them."""
+    if not kind.noised:
+        return clean_ranges(geometry, kind).take(rows.clean)
     noised = noised_ranges(geometry, kind).take(rows.noised)
     if kind.clean == "absent":
         return noised

@@ -28,6 +28,7 @@ KINDS = (
     LayerKind("token", clean="token_causal"),
     LayerKind("window", clean="token_causal", window=3),
     LayerKind("causal block", clean="token_causal", in_block="causal"),
+    LayerKind("clean alone", clean="block_causal", noised=False),
     LayerKind("draft", clean="absent"),
     LayerKind("draft window", clean="absent", window=4, window_anchor="row"),
 )
@@ -95,7 +96,7 @@ def run_kinds(geometry: Geometry, kinds: tuple[LayerKind, ...]) -> list[Share]:
         transport = Spy(dist.group.WORLD) if world > 1 else LocalTransport()
         bound, tensors = BoundPlan(plan, transport), inputs(geometry)
         noised = np.where(plan.rows.noised < 0, -1, geometry.num_clean + plan.rows.noised)
-        keys = np.concatenate([plan.rows.clean, noised])
+        keys = np.concatenate([plan.rows.clean, noised]) if kind.noised else plan.rows.clean
         queries = noised if kind.clean == "absent" else keys
         padded = {name: torch.cat([x, torch.full_like(x[:1], 9.0)]) for name, x in tensors.items()}
         query = padded["query"][queries].requires_grad_()
@@ -142,12 +143,13 @@ def test_output_and_gradients_are_those_of_dense_attention(ranks, pack, world):
         tensors = {name: x.requires_grad_(name != "dout") for name, x in inputs(geometry).items()}
         query, key, value = (tensors[name] for name in ("query", "key", "value"))
         out = dense_attention(query, key, value, sees)
-        asked = slice(geometry.num_clean if kind.clean == "absent" else 0, None)
+        asked = slice(geometry.num_clean if kind.clean == "absent" else 0, None if kind.noised else geometry.num_clean)
+        held = slice(None if kind.noised else geometry.num_clean)
         grads = torch.autograd.grad(out[asked], (query, key, value), tensors["dout"][asked])
         found = gathered(shares, "out", out.detach())
         torch.testing.assert_close(found[asked], out.detach()[asked], **EXACT)
         for name, grad in zip(("query", "key", "value"), grads, strict=True):
-            rows = asked if name == "query" else slice(None)
+            rows = asked if name == "query" else held
             torch.testing.assert_close(gathered(shares, name, grad)[rows], grad[rows], **EXACT)
 
 

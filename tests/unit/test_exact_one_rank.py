@@ -7,7 +7,7 @@ import pytest
 import torch
 from exact import EXACT, assert_same_grads, csbp_model, expected, layouts, noising, only_document, step_here
 from oracle import dense_mask, exact_norms, gradients, tiny_model
-from packs import make_pack
+from packs import MASK, make_pack
 from torch import nn
 
 from csbp.plan.geometry import LayerKind
@@ -115,3 +115,21 @@ def test_without_the_shift_a_memorised_sequence_is_lost():
         nats = {shift: step_here(model, streams, "token_causal")[0].item() for shift, streams in blocks.items()}
     assert nats[True] < 0.1, "the text was not memorised"
     assert nats[False] > nats[True] + 1.0
+
+
+@pytest.mark.parametrize("clean,shift,ar_weight", [
+    ("block_causal", False, 0.0), ("token_causal", False, 0.5), ("token_causal", True, 0.5), ("block_causal", True, 0.0)])
+def test_no_row_is_asked_for_a_token_that_it_sees(clean, shift, ar_weight):
+    """In a text of distinct tokens, each label is found; the asked row stands on it, or one before if shifted."""
+    pack, how = make_pack([11, 16]), noising(4, clean_stream=clean, label_shift=shift, ar_weight=ar_weight)
+    pack.tokens[:] = np.random.default_rng(0).permutation(MASK)[:27]
+    (layout,) = layouts([pack], how)
+    sees = dense_mask(layout.geometry, LayerKind(clean=clean))
+    entries = 0
+    for term in layout.terms:
+        for row, label in zip(term.rows, term.labels, strict=True):
+            (at,) = np.flatnonzero(pack.tokens == label)
+            assert layout.positions[row] == pack.positions[at] - (shift or term.name == "ar")
+            assert not (sees[row] & (layout.tokens == label)).any()
+            entries += 1
+    assert entries > 10
