@@ -60,8 +60,9 @@ def render_card(name: str, config: Mapping[str, Any], diffusion: Mapping[str, An
         name: title.
         config: config.json of the export.
         diffusion: its diffusion properties; empty for an autoregressive model.
-        facts: rows of the table of the run.
+        facts: rows of the table of the run; keys of summary.json get readable names.
     """
+    facts = {_RESULTS.get(key, key): value for key, value in facts.items() if value is not None}
     kind = "block-diffusion" if diffusion else "autoregressive"
     lines = ["---", "library_name: transformers", f"tags: [csbp, {kind}]", "---", "", f"# {name}", ""]
     lines += [f"A {kind} language model of type `{config.get('model_type', 'unknown')}`, trained with csbp.", ""]

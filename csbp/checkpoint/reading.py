@@ -5,7 +5,6 @@ No collectives: any single process, or each rank by itself, may call these.
 
 from __future__ import annotations
 
-import difflib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from csbp.checkpoint.files import MANIFEST, find_damage
 from csbp.checkpoint.folder import list_checkpoints, step_of
 from csbp.checkpoint.huggingface import DIFFUSION_KEYS, FAMILY_KEY, read_config
 from csbp.checkpoint.store import load_model
+from csbp.data.tokenizer import BUILTIN, resolve_folder
 from csbp.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BUILTIN = "builtin:"
 EXPORT, MODEL_FILES = "export", "model"  # subfolders of a run folder
 
 
@@ -61,7 +60,7 @@ def resolve_model_folder(path: str, family: str, *, field: str = "model.path") -
         ConfigError: there is no such model.
     """
     if path.startswith(BUILTIN):
-        return _builtin(path, family, field)
+        return Path(resolve_folder(path, family, field))
     folder = Path(path).expanduser()
     if not path or not folder.is_dir():
         raise ConfigError(field, path, f"give a model folder, a run folder or {BUILTIN}NAME; there is no such folder")
@@ -105,16 +104,3 @@ def open_model(folder: Path, dtype: torch.dtype = torch.float32) -> OpenedModel:
         load_model(folder, model)
     diffusion = {key: config[key] for key in DIFFUSION_KEYS if key in config}
     return OpenedModel(model.eval(), adapter, files, diffusion, step)
-
-
-def _builtin(path: str, family: str, field: str) -> Path:
-    import csbp.models
-
-    shelf = Path(csbp.models.__file__).parent / family / "builtin"
-    names = sorted(entry.name for entry in shelf.iterdir() if entry.is_dir()) if shelf.is_dir() else []
-    name = path.removeprefix(BUILTIN)
-    if name in names:
-        return shelf / name
-    near = difflib.get_close_matches(name, names, 1)
-    hint = f"did you mean {BUILTIN}{near[0]}?" if near else f"there are {', '.join(names) or 'none'}"
-    raise ConfigError(field, path, f"no such model ships with csbp; {hint}")

@@ -12,7 +12,7 @@ from csbp.models.registry import get_adapter
 
 from csbp.checkpoint import folder as folders
 from csbp.checkpoint import huggingface, reading
-from csbp.checkpoint.card import run_facts
+from csbp.checkpoint.card import render_card, run_facts
 from csbp.checkpoint.export_cli import run_export
 from csbp.checkpoint.huggingface import export_model, read_diffusion, write_model_files
 from csbp.checkpoint.reading import open_model, resolve_model_folder
@@ -171,7 +171,7 @@ def test_facts_of_an_empty_folder(tmp_path):
 
 def test_wrong_paths_are_configuration_errors(tmp_path):
     for path, text in (("", "no such folder"), (str(tmp_path / "absent"), "no such folder"),
-                       (str(tmp_path), "undamaged checkpoint"), ("builtin:nothing", "no such model ships")):
+                       (str(tmp_path), "undamaged checkpoint"), ("builtin:nothing", "ships")):
         with pytest.raises(ConfigError, match=text) as caught:
             resolve_model_folder(path, "qwen3", field="model")
         assert caught.value.field == "model" and caught.value.value == path
@@ -180,13 +180,18 @@ def test_wrong_paths_are_configuration_errors(tmp_path):
 
 
 def test_builtin_models_are_found_by_name(tmp_path, monkeypatch):
-    import csbp.models
+    from csbp.data import tokenizer as names
 
-    (tmp_path / "fam" / "builtin" / "tiny").mkdir(parents=True)
-    monkeypatch.setattr(csbp.models, "__file__", str(tmp_path / "__init__.py"))
-    assert resolve_model_folder("builtin:tiny", "fam") == tmp_path / "fam" / "builtin" / "tiny"
-    with pytest.raises(ConfigError, match="did you mean builtin:tiny"):
-        resolve_model_folder("builtin:tinny", "fam")
+    (tmp_path / "fam" / "shelf" / "tiny").mkdir(parents=True)
+    (tmp_path / "fam" / "shelf" / "tiny" / "config.json").write_text("{}")
+    monkeypatch.setattr(names, "package_dir", lambda package: tmp_path)
+    assert resolve_model_folder("builtin:tiny", "fam") == tmp_path / "fam" / "shelf" / "tiny"
+
+
+def test_card_names_what_a_summary_holds(tmp_path):
+    text = render_card("out", {"model_type": "m"}, DIFFUSION, {"eval_loss_after": 5.25, "eval_loss_unigram": None})
+    assert "| held-out loss after training | 5.2500 |" in text and "unigram" not in text
+    assert run_facts(tmp_path, {"eval_loss_after": 5.25, "seconds": None}) == {"held-out loss after training": 5.25}
 
 
 def test_a_checkpoint_without_its_model_files_says_so(run_folder):
