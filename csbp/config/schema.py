@@ -150,6 +150,7 @@ class CheckpointConfig:
     every: int = option(0, "steps between checkpoints; 0: only at the end and on SIGTERM", low=0)
     keep: int = option(2, "newest checkpoints kept (the best one is kept beside them)", low=1)
     export: bool = option(True, "write a Hugging Face folder at the end")
+    export_dtype: str = option("float32", "dtype of the exported weights", choices=("float32", "bfloat16"))
 
 
 @dataclass(frozen=True)

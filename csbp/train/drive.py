@@ -6,7 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-from csbp.checkpoint.huggingface import export_model
+import torch
+
+from csbp.checkpoint.card import run_facts
+from csbp.checkpoint.huggingface import export_model, write_model_files
+from csbp.checkpoint.reading import EXPORT, MODEL_FILES
 from csbp.config.schema import RunConfig
 from csbp.parallel.runtime import Runtime
 from csbp.train.evaluate import held_out_packs, unigram_loss
@@ -24,6 +28,9 @@ def run_training(config: RunConfig, runtime: Runtime) -> int:
         0, or 1 where the run was asked to stop early and has saved its state.
     """
     session = open_session(config, runtime)
+    # What a checkpoint needs beside its tensors to become a model again: csbp generate, csbp export.
+    runtime.on_main(lambda: write_model_files(session.model, session.adapter, session.tokenizer,
+                                              runtime.run_dir / MODEL_FILES, session.diffusion))
     held_out = held_out_packs(session)
     unigram = unigram_loss(session, held_out)
     progress = resume(session) if config.resume == "auto" else None
@@ -45,8 +52,10 @@ def run_training(config: RunConfig, runtime: Runtime) -> int:
 
 def export(session: Session, summary: dict[str, Any]) -> Path:
     """The trained model as a Hugging Face folder in the run folder. Collective."""
-    return export_model(session.model, session.adapter, session.tokenizer, session.runtime.run_dir / "export",
-                        session.diffusion, facts=summary)
+    run_dir = session.runtime.run_dir
+    dtype = torch.bfloat16 if session.config.checkpoint.export_dtype == "bfloat16" else torch.float32
+    return export_model(session.model, session.adapter, session.tokenizer, run_dir / EXPORT, session.diffusion,
+                        facts=run_facts(run_dir, summary), dtype=dtype)
 
 
 def summarise(session: Session, progress: Progress, unigram: float) -> dict[str, Any]:
