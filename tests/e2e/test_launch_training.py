@@ -1,0 +1,111 @@
+"""Real training processes: killed, stopped, resumed, and started by torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runs import SHAPE, losses, make_corpus
+
+BIN = Path(sys.executable).parent
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A run that trains a tiny model from random weights; takes a second once its ranks have started."""
+    corpus = make_corpus(tmp_path_factory.mktemp("corpus"))
+    shape = ", ".join(f"{name}: {str(value).lower()}" for name, value in SHAPE.items())
+    return ["experiment=quickstart", "model.path=", "model.init=random", f"model.shape={{{shape}}}",
+            f"data.sources=[{{path: {corpus / 'texts'}}}]", f"data.tokenizer={corpus / 'tokenizer'}",
+            f"data.cache_dir={corpus / 'cache'}", "data.validation_fraction=0.25", "data.seq_len=96",
+            "data.document_tokens=64", "train.eval_every=0", "train.sample_every=0", "train.eval_packs=1",
+            "checkpoint.every=0", "checkpoint.export=false", "observe.plot=false", "observe.progress=off"]
+
+
+def start(words: list[str], *launcher: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([*launcher, str(BIN / "csbp"), "train", *words], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True)
+
+
+def ranks_of(launcher: subprocess.Popen[str], run: Path) -> dict[int, int]:
+    """Rank -> process, once the run has made some steps."""
+    while not ((run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) > 3):
+        assert launcher.poll() is None, launcher.communicate()[1]
+        time.sleep(0.05)
+    found = {}
+    for line in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
+        environment = Path(f"/proc/{line}/environ").read_text().split("\0")
+        found[int(dict(entry.split("=", 1) for entry in environment if "=" in entry)["RANK"])] = int(line)
+    return found
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_ends_the_run(words: list[str], tmp_path: Path, killed: int) -> None:
+    launcher = start([*words, f"run_dir={tmp_path}", "train.steps=100000"])
+    ranks = ranks_of(launcher, tmp_path)
+    os.kill(ranks[killed], signal.SIGKILL)
+    _, errors = launcher.communicate(timeout=30)
+    assert launcher.returncode == 1 and all(gone(pid) for pid in ranks.values())
+    assert f"rank {killed} (process {ranks[killed]}) was ended by SIGKILL" in errors
+
+
+def test_a_killed_launcher_takes_its_ranks_along(words: list[str], tmp_path: Path) -> None:
+    launcher = start([*words, f"run_dir={tmp_path}", "train.steps=100000"])
+    ranks = ranks_of(launcher, tmp_path)
+    launcher.kill()
+    launcher.communicate()
+    while not all(gone(pid) for pid in ranks.values()):
+        time.sleep(0.05)
+
+
+def test_a_stopped_run_says_how_to_go_on_and_does(words: list[str], tmp_path: Path) -> None:
+    launcher = start([*words, f"run_dir={tmp_path}", "train.steps=100000"])
+    ranks_of(launcher, tmp_path)
+    launcher.terminate()
+    launcher.send_signal(signal.SIGINT)
+    _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1 and "stopped as asked" in errors
+    stopped = len(losses(tmp_path))
+    hint = shlex.split(errors.rsplit("go on with: ", 1)[1])
+    assert hint[:2] == ["csbp", "train"] and "resume=auto" in hint
+
+    again = start([*hint[2:], f"train.steps={stopped + 2}"])
+    output, errors = again.communicate()
+    assert again.returncode == 0, errors
+    assert len(losses(tmp_path)) == stopped + 2
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == stopped + 2
+
+
+def test_torchrun_gives_the_same_run(words: list[str], tmp_path: Path) -> None:
+    steps = [*words, "train.steps=4"]
+    own = start([*steps, f"run_dir={tmp_path / 'own'}"])
+    errors = own.communicate()[1]
+    assert own.returncode == 0, errors
+    theirs = start([*steps, f"run_dir={tmp_path / 'theirs'}"], str(BIN / "torchrun"), "--nproc-per-node", "2")
+    errors = theirs.communicate()[1]
+    assert theirs.returncode == 0, errors
+    assert losses(tmp_path / "own") == losses(tmp_path / "theirs")
+    assert (tmp_path / "theirs" / "config.yaml").exists() and not (tmp_path / "theirs" / "logs").exists()
+
+
+def test_torchrun_refuses_a_folder_that_holds_a_run_on_every_rank(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    theirs = start([*words, f"run_dir={tmp_path}"], str(BIN / "torchrun"), "--nproc-per-node", "2")
+    _, errors = theirs.communicate()
+    assert theirs.returncode != 0 and "holds a run already" in errors
+    assert (tmp_path / "metrics.jsonl").read_text() == "{}\n" and not (tmp_path / "config.yaml").exists()
