@@ -24,6 +24,7 @@ CASES = {
     "block of the document": ([7, 7], None, 7, {"scope": "document"}),
     "block longer than the document": ([5, 2], None, 8, {}),
     "prompt and answer": ([11, 14], [[5, 6, 9, 10], [13]], 4, {"denominator": "supervised"}),
+    "more rows than a tile": ([150, 331], None, 32, {}),
     "autoregressive": ([6, 10], None, 1, {"kind": "autoregressive", "clean_stream": "token_causal"}),
 }
 SAMPLE = {("two documents", n) for n in (1, 2, 3, 4)} | {("odd lengths", 3), (

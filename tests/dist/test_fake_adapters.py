@@ -122,8 +122,15 @@ def check(ranks, family, streams, world):
     return shares, grads
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("case", DRAFTS)
+def cases(names):
+    """Every case on 1, 2 and 3 ranks; by default each on 3, and the last one on all."""
+    last = list(names)[-1]
+    return pytest.mark.parametrize("case,world", [
+        pytest.param(case, world, marks=() if world == 3 or case == last else pytest.mark.slow)
+        for case in names for world in (1, 2, 3)])
+
+
+@cases(DRAFTS)
 def test_draft_with_keys_projected_ahead(ranks, case, world):
     shares, grads = check(ranks, DraftAdapter, DRAFTS[case], world)
     for name in ("fuse.weight", "layers.0.key.weight", "layers.2.value.weight", "embed.weight"):
@@ -132,8 +139,7 @@ def test_draft_with_keys_projected_ahead(ranks, case, world):
         assert sorted(share.asked > 0 for share in shares) == [False] * (world - 1) + [True]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("case", RETHINKING)
+@cases(RETHINKING)
 def test_second_thoughts_over_kept_keys(ranks, case, world):
     shares, grads = check(ranks, RethinkingAdapter, RETHINKING[case], world)
     assert grads["signal.weight"].abs().max() > 1e-4
