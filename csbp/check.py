@@ -17,18 +17,18 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from csbp.checkpoint.reading import resolve_model_folder
+from csbp.checkpoint.reading import model_files, resolve_model_folder
 from csbp.config.schema import RunConfig
 from csbp.data.batch import PackedBatch
 from csbp.data.packs import PackStream
 from csbp.data.stream import open_stream, prepare_corpora
-from csbp.data.tokenizer import load_tokenizer, next_free_id
+from csbp.data.tokenizer import next_free_id
 from csbp.errors import ConfigError
 from csbp.memory import estimate_memory, free_memory
 from csbp.models.protocol import ModelAdapter
 from csbp.models.registry import get_adapter
 from csbp.parallel.runtime import choose_device, mesh_sizes
-from csbp.train.session import mask_token
+from csbp.train.session import mask_token, run_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -52,7 +52,7 @@ def run_check(config: RunConfig, console: Console | None = None) -> int:
     """
     out = console or _console()
     adapter = get_adapter(config.model.family)
-    tokenizer = load_tokenizer(config.data.tokenizer or config.model.path, config.model.family)
+    tokenizer = run_tokenizer(config)
     model = build_on_meta(config, adapter)
     rows = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     device = _check_devices(config, out)
@@ -81,9 +81,10 @@ def build_on_meta(config: RunConfig, adapter: ModelAdapter) -> nn.Module:
     """
     path: Path | None = None
     if config.model.path:
-        path = resolve_model_folder(config.model.path, config.model.family)
-        if config.model.init == "pretrained" and not list(path.glob("*.safetensors")):
-            raise ConfigError("model.path", config.model.path, f"{path} holds no *.safetensors; convert the weights, "
+        found = resolve_model_folder(config.model.path, config.model.family)
+        path = model_files(found)
+        if config.model.init == "pretrained" and not list(found.glob("*.safetensors")):
+            raise ConfigError("model.path", config.model.path, f"{found} holds no *.safetensors; convert the weights, "
                                                                "or set model.init=random")
     with torch.device("meta"):
         return adapter.build(path, config.model.shape if config.model.init == "random" else {}, torch.float32)

@@ -6,6 +6,7 @@ No collectives: any single process, or each rank by itself, may call these.
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 EXPORT, MODEL_FILES = "export", "model"  # subfolders of a run folder
 
 
@@ -51,8 +53,8 @@ def resolve_model_folder(path: str, family: str, *, field: str = "model.path") -
     """The folder that a ``model`` setting means.
 
     Args:
-        path: "builtin:NAME", a Hugging Face folder, a checkpoint, or a run folder (its export if there is
-            one, else its newest undamaged checkpoint).
+        path: "builtin:NAME", a Hugging Face folder, a checkpoint, a run folder (its export if there is one, else
+            its newest undamaged checkpoint), or a name on the Hugging Face hub, which is downloaded once.
         family: where built-in models are looked for; not used otherwise.
         field: the setting's name, for the message.
 
@@ -62,6 +64,8 @@ def resolve_model_folder(path: str, family: str, *, field: str = "model.path") -
     if path.startswith(BUILTIN):
         return Path(resolve_folder(path, family, field))
     folder = Path(path).expanduser()
+    if HUB_NAME.fullmatch(path) and not folder.exists():
+        return _download(path, field)
     if not path or not folder.is_dir():
         raise ConfigError(field, path, f"give a model folder, a run folder or {BUILTIN}NAME; there is no such folder")
     for found in (folder, folder / EXPORT):
@@ -71,6 +75,17 @@ def resolve_model_folder(path: str, family: str, *, field: str = "model.path") -
     if newest is None:
         raise ConfigError(field, path, "give a folder with a config.json, or a run folder with an undamaged checkpoint")
     return newest
+
+
+def _download(name: str, field: str) -> Path:
+    """The hub's files of a model: weights as safetensors, configuration and tokenizer, never code."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+    except Exception as error:  # the hub's client has many: offline, not found, gated, a full disk
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(field, name, f"is no folder here, and the hub did not give it: {reason}") from error
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
@@ -83,6 +98,21 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
     return None
 
 
+def model_files(folder: Path) -> Path:
+    """Where the config.json and the tokenizer of a folder from ``resolve_model_folder`` are: there, or, for a
+    checkpoint, in its run folder.
+
+    Raises:
+        UserError: they are missing.
+    """
+    if not (folder / MANIFEST).exists():
+        return folder
+    files = folder.parent.parent / MODEL_FILES
+    if not files.is_dir():
+        raise UserError(f"{files} is missing: the configuration and the tokenizer that {folder} was trained with")
+    return files
+
+
 def open_model(folder: Path, dtype: torch.dtype = torch.float32) -> OpenedModel:
     """The model in a folder from ``resolve_model_folder``: a checkpoint or a Hugging Face folder.
 
@@ -92,9 +122,7 @@ def open_model(folder: Path, dtype: torch.dtype = torch.float32) -> OpenedModel:
     from csbp.models.registry import get_adapter
 
     step = step_of(folder) if (folder / MANIFEST).exists() else None
-    files = folder if step is None else folder.parent.parent / MODEL_FILES
-    if step is not None and not files.is_dir():
-        raise UserError(f"{files} is missing: the configuration and the tokenizer that {folder} was trained with")
+    files = model_files(folder)
     config = read_config(files)
     adapter = get_adapter(config.get(FAMILY_KEY, config.get("model_type", "")))
     if step is None:

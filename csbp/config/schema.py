@@ -40,7 +40,7 @@ class ModelConfig:
     """Which family, which weights."""
 
     family: str = option("qwen3", "folder under models/")
-    path: str = option("", "Hugging Face folder; 'builtin:NAME' is a checkpoint shipped with csbp")
+    path: str = option("", "Hugging Face folder, run folder, name on the hub, or 'builtin:NAME', shipped with csbp")
     init: str = option("pretrained", "start from the weights at path, or from random ones of that shape",
                        choices=("pretrained", "random"))
     shape: dict[str, Any] = option({}, "fields of the family's config, over those at path (init=random)")
@@ -81,7 +81,7 @@ class DataConfig:
     validation: list[SourceConfig] = option([], "held-out documents; empty: split off the sources")
     validation_fraction: float = option(0.05, "share of documents held out, by a hash of their name",
                                         low=0.0, high=0.9)
-    tokenizer: str = option("", "Hugging Face folder or 'builtin:NAME'; empty: the model's")
+    tokenizer: str = option("", "Hugging Face folder, name on the hub, or 'builtin:NAME'; empty: the model's")
     seq_len: int = option(2048, "token budget of one pack", low=1)
     document_tokens: int | None = option(None, "longest document before long_documents applies; null: seq_len",
                                          low=1)
@@ -193,7 +193,7 @@ class RunConfig:
 class GenerateConfig:
     """``csbp generate``: block-wise denoising."""
 
-    model: str = option("", "run folder or exported model")
+    model: str = option("", "run folder, exported model, name on the hub, or 'builtin:NAME'")
     prompt: str = option("", "text to go on from")
     max_new_tokens: int = option(64, "", low=1)
     threshold: float = option(0.9, "a masked token is kept once its probability reaches this", low=0.0, high=1.0)

@@ -116,21 +116,20 @@ def _check_model(config: RunConfig) -> None:
         raise ConfigError("model.shape", dict(model.shape), "pretrained weights have a shape; leave it out, or set "
                                                             "model.init=random")
     if config.data.tokenizer:
-        _check_folder("data.tokenizer", config.data.tokenizer, family, hub=True)
+        _check_folder("data.tokenizer", config.data.tokenizer, family)
     elif not model.path:
         raise ConfigError("data.tokenizer", "", "without model.path there is none to take; give a folder or "
                                                 "builtin:NAME")
 
 
-def _check_folder(field: str, path: str, of_families: list[str], hub: bool = False) -> None:
-    """A shipped model, an existing folder, or (with ``hub``) a name on the Hugging Face hub."""
+def _check_folder(field: str, path: str, of_families: list[str]) -> None:
+    """A shipped model, an existing folder, or a name on the Hugging Face hub."""
     if path.startswith(_BUILTIN):
         shipped = [_BUILTIN + name for family in of_families for name in builtin_models(family)]
         if path not in shipped:
             raise ConfigError(field, path, nearest_name(path, shipped, f"shipped with {', '.join(of_families)}"))
-    elif not Path(path).expanduser().is_dir() and not (hub and _HUB_NAME.fullmatch(path)):
-        raise ConfigError(field, path, "no such folder; models are read from disk: download it first, then give "
-                                       "its folder")
+    elif not Path(path).expanduser().is_dir() and not _HUB_NAME.fullmatch(path):
+        raise ConfigError(field, path, "no such folder; give one, builtin:NAME, or a name on the hub (owner/name)")
 
 
 def _check_objective(config: RunConfig) -> None:

@@ -63,7 +63,8 @@ def summarise(session: Session, progress: Progress, unigram: float) -> dict[str,
     config = session.config
     before, after = progress.before, progress.last
     assert before is not None and after is not None
-    values: dict[str, Any] = {"steps": progress.step, "seconds": progress.seconds, "nproc": session.runtime.world}
+    values: dict[str, Any] = {"objective": config.objective.kind, "steps": progress.step,
+                              "seconds": progress.seconds, "nproc": session.runtime.world}
     for name, found in (("before", before), ("after", after)):
         values |= {f"eval_loss_{name}": found.loss, f"bits_per_byte_{name}": found.bits_per_byte,
                    f"masked_accuracy_{name}": found.masked_accuracy}

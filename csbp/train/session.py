@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from csbp.checkpoint.reading import resolve_model_folder
+from csbp.checkpoint.reading import model_files, open_model, resolve_model_folder
 from csbp.checkpoint.store import CheckpointStore
 from csbp.config.schema import NoiseConfig, ObjectiveConfig, RunConfig
 from csbp.data.stream import PackStream, open_stream, prepare_corpora
@@ -64,9 +63,8 @@ def open_session(config: RunConfig, runtime: Runtime) -> Session:
     Raises:
         ConfigError: something in the configuration cannot work with this tokenizer, data or model.
     """
-    family = config.model.family
-    adapter = get_adapter(family)
-    tokenizer = load_tokenizer(config.data.tokenizer or config.model.path, family)
+    adapter = get_adapter(config.model.family)
+    tokenizer = run_tokenizer(config)
     runtime.on_main(lambda: prepare_corpora(config.data, tokenizer))
     streams = {split: open_stream(config.data, seed=config.seed, tokenizer=tokenizer, split=split)
                for split in ("train", "validation")}
@@ -85,15 +83,26 @@ def open_session(config: RunConfig, runtime: Runtime) -> Session:
         store=CheckpointStore(runtime.run_dir, keep=config.checkpoint.keep))
 
 
+def run_tokenizer(config: RunConfig) -> PreTrainedTokenizerFast:
+    """The tokenizer of data.tokenizer, or the model's own."""
+    family, named = config.model.family, config.data.tokenizer
+    return load_tokenizer(named or str(model_files(resolve_model_folder(config.model.path, family))), family)
+
+
 def build_model(config: RunConfig, adapter: ModelAdapter) -> nn.Module:
     """The full-size float32 model, equal on every rank: pretrained, or random from the run's seed."""
-    path: Path | None = resolve_model_folder(config.model.path, config.model.family) if config.model.path else None
+    family, folder = config.model.family, None
+    if config.model.path:
+        folder = resolve_model_folder(config.model.path, family)
     if config.model.init == "random":
         torch.manual_seed(config.seed)
-        return adapter.build(path, config.model.shape, torch.float32)
-    if path is None:
+        return adapter.build(folder and model_files(folder), config.model.shape, torch.float32)
+    if folder is None:
         raise ConfigError("model.path", config.model.path, "name a Hugging Face folder, or set model.init=random")
-    return adapter.load(path, torch.float32)
+    opened = open_model(folder)
+    if opened.adapter.family != adapter.family:
+        raise ConfigError("model.family", adapter.family, f"{folder} holds a {opened.adapter.family} model")
+    return opened.model.train()
 
 
 def mask_token(config: RunConfig, tokenizer: PreTrainedTokenizerFast, rows: int) -> int:

@@ -156,6 +156,15 @@ def test_a_template_without_an_end_token_teaches_the_whole_turn() -> None:
     assert shown(sample, tokenizer) == "user: Hi\nassistant: «Hello!\n»user: sum?\nassistant: «five\n»"
 
 
+def test_a_token_shared_with_the_next_turn_is_not_learnt() -> None:
+    """Without an end token the last newline of an answer joins the newline that separates it from the next turn."""
+    bare = ("{% for m in messages %}{{ ('' if loop.first else '\n') + m.role + ': ' + m.content }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '\nassistant: ' }}{% endif %}")
+    tokenizer = tagged(qwen_like("qwen2_5"), bare)
+    (sample,) = chat_samples(tokenizer, [USER, {"role": "assistant", "content": "Hello\n"}, ASKED, FIVE])
+    assert shown(sample, tokenizer) == "user: Hi\nassistant: «Hello»\n\nuser: sum?\nassistant: «five»"
+
+
 @pytest.mark.parametrize(("messages", "reason"), [
     ([USER], NO_ANSWER), ([], NO_ANSWER), ([HELLO], NO_ANSWER), ([HELLO, USER], NO_ANSWER),
     ([USER, {"role": "assistant", "content": 5}], REFUSED)])

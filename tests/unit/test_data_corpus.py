@@ -123,11 +123,12 @@ def test_a_damaged_copy_is_made_anew(config: DataConfig, how: str) -> None:
 
 def test_two_builders_at_once(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both tokenize to the end before either publishes; both then read the same folder."""
-    barrier, publish, found = threading.Barrier(2, timeout=30), corpus_module._publish, []
+    barrier, publish, found, published = threading.Barrier(2, timeout=30), corpus_module._publish, [], set()
 
     def together(building: Path, folder: Path) -> None:
         barrier.wait()
         publish(building, folder)
+        published.add((folder / "meta.json").stat().st_ino)
 
     monkeypatch.setattr(corpus_module, "_publish", together)
     threads = [threading.Thread(target=lambda: found.append(texts(opened(config)))) for _ in range(2)]
@@ -135,7 +136,7 @@ def test_two_builders_at_once(config: DataConfig, monkeypatch: pytest.MonkeyPatc
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(found) == 2 and found[0] == found[1]
+    assert len(found) == 2 and found[0] == found[1] and len(published) == 1
     folder_of(config)
 
 
