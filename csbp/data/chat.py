@@ -23,7 +23,7 @@ from jinja2.exceptions import TemplateError
 
 from csbp.data.boundaries import Encoded, encode_with_cuts
 from csbp.data.skips import SkipRecord
-from csbp.data.tokenizer import special_ids
+from csbp.data.tokenizer import special_strings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -106,7 +106,7 @@ Render = Callable[[Messages, bool], str]
 
 
 def _compared_samples(tokenizer: PreTrainedTokenizerFast, messages: Messages, render: Render) -> list[Sample]:
-    ends = tuple(tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer))))
+    ends = special_strings(tokenizer)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
     answers = [_answer(messages, i, render, ends) for i in turns]  # turn 0 opens the chat: nobody asked for it
     groups = _group([a for a in answers if a.end > a.start])

@@ -70,6 +70,16 @@ def special_ids(tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
     return _special_ids(tokenizer, len(tokenizer))
 
 
+def special_strings(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
+    """How the special tokens are written."""
+    return _special_strings(tokenizer, len(tokenizer))
+
+
+@lru_cache(maxsize=4)
+def _special_strings(tokenizer: PreTrainedTokenizerFast, size: int) -> tuple[str, ...]:
+    return tuple(tokenizer.convert_ids_to_tokens(sorted(_special_ids(tokenizer, size))))
+
+
 @lru_cache(maxsize=4)
 def _special_ids(tokenizer: PreTrainedTokenizerFast, size: int) -> frozenset[int]:
     """``size`` is there so that tokens added later are seen."""

@@ -160,7 +160,21 @@ def test_train_and_held_out_documents_are_apart_and_all_there(config: DataConfig
     assert set(pieces & Counter(epoch_texts(held))) <= {"<|endoftext|>"}  # a last piece may be just that
 
 
-def test_counts_and_bytes_match_the_texts(config: DataConfig) -> None:
+def test_sample_ids_are_places_in_the_order_of_the_run(config: DataConfig) -> None:
+    stream = opened(config)
+    total = stream.samples.samples_per_epoch
+    assert total is not None
+    for epoch in range(2):
+        packs, cursor, ids = [], Cursor(epoch), list[int]()
+        while len(ids) < total:
+            packs, cursor = stream.take(cursor, 1)
+            ids += packs[0].sample_ids.tolist()
+        assert sorted(ids) == list(range(epoch * total, (epoch + 1) * total))
+
+
+@pytest.mark.parametrize("chunk", [7, 1 << 24])
+def test_counts_and_bytes_match_the_texts(config: DataConfig, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr("csbp.data.samples._CHUNK", chunk)  # tokens are counted in parts
     for split in ("train", "validation"):
         stream = opened(config, split)
         texts = epoch_texts(stream)
