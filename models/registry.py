@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from csbp.models.protocol import ModelAdapter
-
 from csbp.errors import ConfigError
+from csbp.models.protocol import ModelAdapter
 
 
 def families() -> tuple[str, ...]:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from csbp.models.registry import get_adapter
 from oracle import Answer, exact_norms, oracle, tiny_model
 from packs import MASK
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from csbp.data.batch import PackedBatch
 from csbp.diffusion.build import build_layout
 from csbp.diffusion.layout import StreamLayout
 from csbp.diffusion.loss import denominator, term_sums
+from csbp.models.registry import get_adapter
 from csbp.parallel.fsdp import shard_model
 from csbp.parallel.runtime import start_runtime
 from csbp.plan.plan import plan_rank

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from csbp.models.protocol import LocalBatch
 from oracle import dense_attention, dense_mask
 from torch import Tensor, nn
 
 from csbp.attention.operator import attend_distributed
 from csbp.diffusion.layout import StreamLayout
+from csbp.models.protocol import LocalBatch
 from csbp.plan.geometry import LayerKind
 
 VOCAB, CHANNELS, FEATURES, HEADS, KV_HEADS, DIM, LAYERS, PLACES = 24, 16, 10, 4, 2, 4, 3, 64

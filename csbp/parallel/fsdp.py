@@ -33,3 +33,9 @@ def shard_model(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, 
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what a forward without backward has left gathered (FSDP keeps the root's weights for a backward)."""
+    if isinstance(model, FSDPModule):
+        model.reshard()

@@ -11,6 +11,7 @@ import numpy as np
 from csbp.data.batch import PackedBatch
 from csbp.diffusion.build import build_layout
 from csbp.diffusion.sampler import SamplerSettings, fill_block
+from csbp.parallel.fsdp import reshard
 from csbp.train.session import Session
 
 # Above every probability: each pass then keeps exactly one token, so that all ranks run as many passes.
@@ -87,6 +88,7 @@ def fill(session: Session, block: HeldOutBlock) -> list[int]:
     session.model.eval()
     filled = fill_block(session.model, session.adapter, block.context, block.noised, settings)
     session.model.train()
+    reshard(session.model)
     return filled
 
 

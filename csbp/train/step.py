@@ -16,6 +16,7 @@ from csbp.diffusion.build import build_layout
 from csbp.diffusion.layout import StreamLayout
 from csbp.diffusion.loss import denominator, term_sums
 from csbp.models.protocol import LocalBatch, ModelAdapter
+from csbp.parallel.fsdp import reshard
 from csbp.parallel.gradients import clip, global_norm
 from csbp.parallel.runtime import Runtime
 from csbp.plan.plan import plan_rank
@@ -122,6 +123,8 @@ class StepRunner:
                 if name == works[0].layout.terms[0].name:
                     correct += float(term_sum.correct)
                     hidden += float(term_sum.hidden)
+        if not train:
+            reshard(self.model)
         *totals, correct, hidden = self.runtime.total([*sums.values(), correct, hidden])
         scales = {term.name: term.scale for term in works[0].layout.terms}
         terms = {name: total / denominator(counts[name]) for name, total in zip(sums, totals, strict=True)}

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from csbp.models.protocol import LocalBatch
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from csbp.attention import interface
 from csbp.attention.operator import BoundPlan
 from csbp.errors import ConfigError
+from csbp.models.protocol import LocalBatch
 from csbp.plan.geometry import LayerKind
 
 KIND_OF_TYPE = {"full_attention": "full", "sliding_attention": "sliding"}

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from csbp.models.registry import families, get_adapter
 from data_kit import qwen_like
 from rich.console import Console
 from torch import nn
@@ -21,6 +20,7 @@ from csbp.check import build_on_meta, run_check
 from csbp.config.schema import DataConfig, ModelConfig, ObjectiveConfig, ParallelConfig, RunConfig, SourceConfig
 from csbp.errors import ConfigError, UserError
 from csbp.memory import estimate_memory
+from csbp.models.registry import families, get_adapter
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
          "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 400, "tie_word_embeddings": False}

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from csbp.models.registry import get_adapter
 
 from csbp.checkpoint import folder as folders
 from csbp.checkpoint import huggingface, reading
@@ -18,6 +17,7 @@ from csbp.checkpoint.huggingface import export_model, read_diffusion, write_mode
 from csbp.checkpoint.reading import open_model, resolve_model_folder
 from csbp.checkpoint.store import CheckpointStore
 from csbp.errors import ConfigError, UserError
+from csbp.models.registry import get_adapter
 
 DIFFUSION = {"block_size": 8, "mask_token_id": 60, "label_shift": False, "clean_stream": "block_causal"}
 SHAPE = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,

@@ -118,7 +118,8 @@ def test_without_the_shift_a_memorised_sequence_is_lost():
 
 
 @pytest.mark.parametrize("clean,shift,ar_weight", [
-    ("block_causal", False, 0.0), ("token_causal", False, 0.5), ("token_causal", True, 0.5), ("block_causal", True, 0.0)])
+    ("block_causal", False, 0.0), ("token_causal", False, 0.5), ("token_causal", True, 0.5),
+    ("block_causal", True, 0.0)])
 def test_no_row_is_asked_for_a_token_that_it_sees(clean, shift, ar_weight):
     """In a text of distinct tokens, each label is found; the asked row stands on it, or one before if shifted."""
     pack, how = make_pack([11, 16]), noising(4, clean_stream=clean, label_shift=shift, ar_weight=ar_weight)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from csbp.models.protocol import LocalBatch, LocalTerm
 
 from csbp.diffusion.loss import denominator, term_sums
+from csbp.models.protocol import LocalBatch, LocalTerm
 
 
 def term(name: str, index: list[int], labels: list[int], weights: list[float] | None = None,

@@ -13,12 +13,12 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from csbp.models.registry import get_adapter
 from torch import Tensor, nn
 
 from csbp.diffusion.random import Purpose, uniform
 from csbp.diffusion.sampler import BlockSampler, SamplerSettings, fill_block, generate, generate_blocks
 from csbp.errors import ConfigError
+from csbp.models.registry import get_adapter
 from csbp.plan.geometry import Geometry, LayerKind
 
 VOCAB, MASK, WINDOW = 40, 39, 5

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from csbp.models.registry import get_adapter
 
 from csbp.checkpoint.huggingface import export_model
 from csbp.config.schema import GenerateConfig
 from csbp.diffusion.sampler import generate
 from csbp.errors import ConfigError
 from csbp.generate import run_generate
+from csbp.models.registry import get_adapter
 
 ADAPTER, LETTERS = get_adapter("qwen3"), "<abcdefghijklmnopqrstuvwxyz "
 MASK = len(LETTERS)
