@@ -9,13 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Small tiles waste least; a GPU is kept busier by fewer, larger ones.
-TILE_ROWS = {"cpu": 128, "cuda": 512}
+# Per device: the most rows of a tile, the scores per head that a tile may hold beyond the fewest rows, and the
+# wasted scores that cost less than one more tile. A GPU is kept busier by fewer, larger tiles.
+TILING = {"cpu": (128, 1 << 20, 1 << 14), "cuda": (2048, 1 << 22, 1 << 22)}
+FEWEST_ROWS = 128
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Up to TILE_ROWS query rows with similar ranges, and the hull of those ranges.
+    """Some query rows with similar ranges, and the hull of those ranges.
 
     Attributes:
         rows: the query rows, a slice where they are contiguous.
@@ -76,21 +78,36 @@ def _hull(start: np.ndarray, end: np.ndarray) -> tuple[int, int]:
 
 def _tiles(low: np.ndarray, high: np.ndarray, own: np.ndarray, end: np.ndarray,
            device: torch.device) -> tuple[Tile, ...]:
+    def hulls(rows: np.ndarray) -> tuple[tuple[int, int], tuple[int, int], int]:
+        prefix, block = _hull(low[rows], high[rows]), _hull(own[rows], end[rows])
+        return prefix, block, prefix[1] - prefix[0] + block[1] - block[0]
+
+    def tile(rows: np.ndarray) -> Tile:
+        prefix, block, width = hulls(rows)
+        seen = np.maximum(high[rows] - low[rows], 0) + np.maximum(end[rows] - own[rows], 0)
+        together = bool(np.all(np.diff(rows) == 1))
+        index = slice(int(rows[0]), int(rows[-1]) + 1) if together else torch.from_numpy(rows).to(device)
+        return Tile(index, prefix, block, bool(np.all(seen == width)))
+
+    most, scores, slack = TILING.get(device.type, TILING["cpu"])
     rows = np.flatnonzero((high > low) | (end > own))
     order = rows[np.lexsort((rows, own[rows], high[rows], low[rows]))]
-    # A row whose prefix lies beyond every earlier one (the next document) opens a tile: a hull over both
-    # would be mostly masked.
+    # A row whose prefix lies beyond every earlier one (the next document) opens a group: a hull over both would
+    # be mostly masked. Small groups are put together again where that wastes little.
     reach = np.maximum.accumulate(np.concatenate([[0], high[order]]))[:-1]
     opens = (low[order] >= reach) & (high[order] > low[order]) & (reach > 0)
-    tiles, size = [], TILE_ROWS.get(device.type, 128)
+    tiles: list[np.ndarray] = []
+    area = 0
     for group in np.split(order, np.flatnonzero(opens)):
+        size = int(np.clip(scores // max(hulls(group)[2], 1), FEWEST_ROWS, most))
         for first in range(0, len(group), size):
-            tile = group[first:first + size]
-            prefix, block = _hull(low[tile], high[tile]), _hull(own[tile], end[tile])
-            width = (prefix[1] - prefix[0]) + (block[1] - block[0])
-            seen = np.maximum(high[tile] - low[tile], 0) + np.maximum(end[tile] - own[tile], 0)
-            contiguous = tile[-1] - tile[0] == len(tile) - 1 and bool(np.all(np.diff(tile) == 1))
-            index = slice(int(tile[0]), int(tile[-1]) + 1) if contiguous \
-                else torch.from_numpy(tile).to(device)
-            tiles.append(Tile(index, prefix, block, bool(np.all(seen == width))))
-    return tuple(tiles)
+            part = group[first:first + size]
+            alone = len(part) * hulls(part)[2]
+            if tiles and first == 0 and len(tiles[-1]) + len(part) <= most:
+                both = np.concatenate([tiles[-1], part])
+                if len(both) * hulls(both)[2] <= area + alone + slack:
+                    tiles[-1], area = both, area + alone
+                    continue
+            tiles.append(part)
+            area = alone
+    return tuple(tile(rows) for rows in tiles if len(rows))

@@ -97,12 +97,22 @@ def test_merge_of_disjoint_key_sets_is_the_whole() -> None:
     torch.testing.assert_close(lse, want_lse, rtol=0, atol=1e-12)
 
 
+def causal_documents(documents: int, length: int) -> IntervalMask:
+    row = np.arange(documents * length)
+    return IntervalMask.from_arrays(row // length * length, row + 1, row * 0, row * 0)
+
+
 def test_tiles_of_different_documents_are_apart() -> None:
-    """A tile whose hull spans two documents would compute mostly masked scores."""
-    row = np.arange(96)
-    start = row // 32 * 32
-    mask = IntervalMask.from_arrays(start, row + 1, start * 0, start * 0)
-    assert [tile.prefix for tile in mask.tiles] == [(0, 32), (32, 64), (64, 96)]
+    """A tile whose hull spans two documents computes mostly masked scores; only tiny ones are put together."""
+    assert [tile.prefix for tile in causal_documents(3, 120).tiles] == [(0, 120), (120, 240), (240, 360)]
+    assert [tile.prefix for tile in causal_documents(6, 16).tiles] == [(0, 96)]
+
+
+def test_tiles_cover_every_row_once() -> None:
+    _, mask = random_case(11, rows=777)
+    rows = np.concatenate([np.arange(777)[t.rows if isinstance(t.rows, slice) else t.rows.numpy()] for t in mask.tiles])
+    assert sorted(rows) == list(np.flatnonzero(mask.dense(300).any(1).numpy()))
+    assert max(len(np.arange(777)[t.rows]) for t in mask.tiles) <= 128
 
 
 @pytest.mark.parametrize(("change", "word"), [

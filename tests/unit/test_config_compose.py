@@ -46,7 +46,7 @@ def test_values_and_choices_are_set() -> None:
                           "model.mask_token_id=5", "parallel.csbp=null", "seed=3"])
     assert (config.train.steps, config.optim.lr, config.seed) == (7, 1.0, 3)
     assert config.observe.trackers == ["wandb", "trackio"]
-    assert config.model.shape["hidden_size"] == 32 and config.model.shape["num_hidden_layers"] == 3
+    assert config.model.shape["hidden_size"] == 32 and config.model.shape["num_hidden_layers"] == 4
     assert config.data.sources[0].path == "a b" and config.data.sources[0].include == ["**/*.py"]
     assert config.data.sources[0].weight == 2.0 and config.model.mask_token_id == 5 and config.parallel.csbp is None
 
