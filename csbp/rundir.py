@@ -125,8 +125,16 @@ def describe_environment() -> dict[str, Any]:
         "csbp": __version__, "git": _commit(), "python": platform.python_version(), "platform": platform.platform(),
         "host": platform.node(), "cpus": os.cpu_count(), "command": sys.argv,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "packages": {name: metadata.version(name) for name in _PACKAGES},
+        "packages": {name: _version(name) for name in _PACKAGES},
     }
+
+
+def _version(package: str) -> str | None:
+    """A package's version; None if it is not there (a run may not need it)."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _commit() -> dict[str, Any] | None:

@@ -65,7 +65,9 @@ def render_card(name: str, config: Mapping[str, Any], diffusion: Mapping[str, An
     facts = {_RESULTS.get(key, key): value for key, value in facts.items() if value is not None}
     kind = "block-diffusion" if diffusion else "autoregressive"
     lines = ["---", "library_name: transformers", f"tags: [csbp, {kind}]", "---", "", f"# {name}", ""]
-    lines += [f"A {kind} language model of type `{config.get('model_type', 'unknown')}`, trained with csbp.", ""]
+    if not diffusion:
+        facts = {label.replace("masked-token", "next-token"): value for label, value in facts.items()}
+    lines += [f"{'A' if diffusion else 'An'} {kind} language model of type `{config.get('model_type', 'unknown')}`, trained with csbp.", ""]
     if diffusion:
         lines += [
             f"It fills blocks of {diffusion['block_size']} tokens that start as the mask token (id "

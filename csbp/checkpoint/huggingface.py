@@ -66,6 +66,7 @@ def export_model(model: nn.Module, adapter: ModelAdapter, tokenizer: Any, folder
             config = write_model_files(model, adapter, tokenizer, temporary, diffusion, dtype=dtype)
             write_text(temporary / "README.md", render_card(folder.name, config, diffusion, facts or {}))
             for path in temporary.rglob("*"):
+                path.chmod((temporary / "config.json").stat().st_mode)  # the weights' writer makes them private
                 sync(path)
             folders.publish(temporary)
         finally:
