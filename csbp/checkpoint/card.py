@@ -67,7 +67,8 @@ def render_card(name: str, config: Mapping[str, Any], diffusion: Mapping[str, An
     lines = ["---", "library_name: transformers", f"tags: [csbp, {kind}]", "---", "", f"# {name}", ""]
     if not diffusion:
         facts = {label.replace("masked-token", "next-token"): value for label, value in facts.items()}
-    lines += [f"{'A' if diffusion else 'An'} {kind} language model of type `{config.get('model_type', 'unknown')}`, trained with csbp.", ""]
+    article, family = "A" if diffusion else "An", config.get("model_type", "unknown")
+    lines += [f"{article} {kind} language model of type `{family}`, trained with csbp.", ""]
     if diffusion:
         lines += [
             f"It fills blocks of {diffusion['block_size']} tokens that start as the mask token (id "
