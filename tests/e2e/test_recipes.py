@@ -1,0 +1,74 @@
+"""Every recipe by its name, with a tiny configuration, and the shipped experiments as they are."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import losses, make_corpus, tiny_run
+
+from csbp.config.compose import compose_run
+from csbp.config.places import experiments, recipes
+from csbp.config.validate import validate_run
+
+TINY: dict[str, dict[str, Any]] = {
+    "convert_qwen": {},
+    "train_ar": {"objective": {"kind": "autoregressive", "clean_stream": "token_causal"}},
+}
+
+
+def run_recipe(config: Any) -> int:
+    """Drive a recipe on this rank of an initialised world."""
+    from csbp.parallel.runtime import start_runtime
+
+    folder = Path(config.run_dir)
+    folder.mkdir(exist_ok=True)
+    runtime = start_runtime(config.parallel, lambda: folder)
+    code: int = importlib.import_module(f"csbp.recipes.{config.recipe}").main(config, runtime)
+    return code
+
+
+def test_every_recipe_has_a_tiny_configuration() -> None:
+    assert set(recipes()) == set(TINY)
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_recipe(ranks: Any, tmp_path: Path, name: str) -> None:
+    config = tiny_run(make_corpus(tmp_path / "corpus"), tmp_path / "run", recipe=name, train={"steps": 2}, **TINY[name])
+    assert ranks(1, run_recipe, config) == [0]
+    assert len(losses(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize("name", sorted(experiments()))
+def test_every_experiment_is_valid(name: str) -> None:
+    validate_run(compose_run([f"experiment={name}"]))
+
+
+def test_the_shipped_model_is_small_and_loads() -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(__file__).parents[2] / "models" / "qwen3" / "tiny_ar"
+    assert sum(f.stat().st_size for f in folder.iterdir()) <= 8e6
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert 2e6 <= sum(p.numel() for p in model.parameters()) <= 4e6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_quickstart_has_the_same_losses_on_any_number_of_ranks(tmp_path: Path) -> None:
+    found = []
+    for nproc in (1, 2, 3, 4):
+        run = tmp_path / str(nproc)
+        subprocess.run([str(Path(sys.executable).parent / "csbp"), "train", "experiment=quickstart", f"run_dir={run}",
+                        f"parallel.nproc={nproc}", "train.steps=5", "train.eval_packs=2"], check=True, timeout=300)
+        found.append(losses(run))
+        summary = json.loads((run / "summary.json").read_text())
+        assert summary["eval_loss_after"] < summary["eval_loss_before"]
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], rtol=1e-5)
