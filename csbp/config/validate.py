@@ -36,8 +36,8 @@ def validate_run(config: RunConfig) -> None:
     _check_names(config)
     _check_model(config)
     _check_objective(config)
-    _check_data(config)
     _check_numbers(config)
+    _check_data(config)
 
 
 def validate_generate(config: GenerateConfig) -> None:
