@@ -161,8 +161,8 @@ def planned_rows(works: Sequence[Work], layers: int) -> dict[str, int]:
     plans = [kind for work in works for kind in work.plan.rank_plan.kinds.values()]
     if not plans or plans[0].exchange.send_counts == () or len(plans[0].exchange.send_counts) == 1:
         return {}
-    return {"clean_kv": 2 * layers * sum(sum(p.exchange.send_counts) for p in plans),
-            "clean_grad": layers * sum(sum(p.exchange.receive_counts) for p in plans)}
+    return {"keys": 2 * layers * sum(sum(p.exchange.send_counts) for p in plans),
+            "gradients": layers * sum(sum(p.exchange.receive_counts) for p in plans)}
 
 
 def expected(packs: Sequence[PackedBatch], how: Noising) -> Answer:

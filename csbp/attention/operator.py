@@ -32,7 +32,8 @@ class BoundPlan:
         assert (rank_plan.rank, rank_plan.world) == (transport.rank, transport.world)
         self.rank_plan, self.transport = rank_plan, transport
         self.num_clean, self.num_noised = len(rank_plan.rows.clean), len(rank_plan.rows.noised)
-        self.kinds = {name: _bind(kind, device, backend) for name, kind in rank_plan.kinds.items()}
+        travels = rank_plan.world > 1 and rank_plan.scheme != "block"
+        self.kinds = {name: _bind(kind, travels, device, backend) for name, kind in rank_plan.kinds.items()}
 
     def attend(self, kind: str, query: Tensor, key: Tensor, value: Tensor, *, layer: int,
                scale: float | None = None) -> Tensor:
@@ -52,7 +53,7 @@ class BoundPlan:
                                   scale=scale)
 
 
-def _bind(kind: KindPlan, device: torch.device | str, backend: str) -> BoundKind:
+def _bind(kind: KindPlan, travels: bool, device: torch.device | str, backend: str) -> BoundKind:
     def mask(ranges: Any) -> IntervalMask:
         return IntervalMask.from_arrays(ranges.prefix_start, ranges.prefix_end, ranges.block_start,
                                         ranges.block_end, device)
@@ -62,7 +63,7 @@ def _bind(kind: KindPlan, device: torch.device | str, backend: str) -> BoundKind
         here=mask(kind.here), arrived=mask(kind.arrived),
         send=torch.from_numpy(exchange.send).to(device), send_counts=exchange.send_counts,
         receive_counts=exchange.receive_counts, to_global=torch.from_numpy(exchange.to_global).to(device),
-        backend=get_backend(backend))
+        backend=get_backend(backend), travels=travels)
 
 
 class _Attend(torch.autograd.Function):

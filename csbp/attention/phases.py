@@ -2,7 +2,7 @@
 
 Each function is a generator: it yields an ``Outgoing`` to start an exchange and later None to be sent what
 arrived; between the two it computes. A process group drives one rank; a simulation drives many in
-lock-step. Only clean rows are ever put in an ``Outgoing``. Legend: S query rows, Sc own clean rows, Sn own
+lock-step. Legend: S query rows, Sc own clean rows, Sn own
 noised rows, R received rows, N query heads, K key/value heads, D head dim.
 """
 
@@ -28,7 +28,7 @@ class BoundKind:
     Attributes:
         here: mask into [own clean rows | own noised rows].
         arrived: mask into the received rows in global order.
-        send: int64, own clean rows to send, by destination.
+        send: int64, own rows to send, by destination; in the "csbp" scheme clean rows only.
         to_global: int64 [R], permutation of the received rows into global order.
         backend: the kernel.
     """
@@ -40,16 +40,12 @@ class BoundKind:
     receive_counts: tuple[int, ...]
     to_global: Tensor
     backend: Backend
-
-    @property
-    def alone(self) -> bool:
-        """Only one rank: no exchange at all."""
-        return len(self.send_counts) == 1
+    travels: bool
 
 
-def _ship(key_clean: Tensor, value_clean: Tensor, kind: BoundKind) -> Outgoing:
-    rows = torch.cat((key_clean[kind.send], value_clean[kind.send]), -1)
-    return Outgoing(rows, kind.send_counts, kind.receive_counts, "clean_kv")
+def _ship(key: Tensor, value: Tensor, kind: BoundKind) -> Outgoing:
+    rows = torch.cat((key[kind.send], value[kind.send]), -1)
+    return Outgoing(rows, kind.send_counts, kind.receive_counts, "keys")
 
 
 def _unpack(received: Tensor | None, kind: BoundKind, key_dim: int) -> tuple[Tensor, Tensor]:
@@ -60,54 +56,53 @@ def _unpack(received: Tensor | None, kind: BoundKind, key_dim: int) -> tuple[Ten
 
 def forward_phases(query: Tensor, key_clean: Tensor, value_clean: Tensor, key_noised: Tensor,
                    value_noised: Tensor, kind: BoundKind, scale: float) -> Phases:
-    """Attention of one rank's queries [S, N, D] over all clean rows they see and their own blocks.
+    """Attention of one rank's queries [S, N, D] over all rows they see, here and elsewhere.
 
     Returns:
         (out [S, N, D], lse [S, N]).
     """
-    if not kind.alone:
-        yield _ship(key_clean, value_clean, kind)
-    here = kind.backend.forward(query, torch.cat((key_clean, key_noised)), torch.cat((value_clean, value_noised)),
-                                kind.here, scale)
-    if kind.alone:
+    key, value = torch.cat((key_clean, key_noised)), torch.cat((value_clean, value_noised))
+    if kind.travels:
+        yield _ship(key, value, kind)
+    here = kind.backend.forward(query, key, value, kind.here, scale)
+    if not kind.travels:
         return here
-    key, value = _unpack((yield None), kind, key_clean.shape[-1])
-    return merge([here, kind.backend.forward(query, key, value, kind.arrived, scale)])
+    far_key, far_value = _unpack((yield None), kind, key.shape[-1])
+    return merge([here, kind.backend.forward(query, far_key, far_value, kind.arrived, scale)])
 
 
 def backward_phases(dout: Tensor, query: Tensor, key_clean: Tensor, value_clean: Tensor, key_noised: Tensor,
                     value_noised: Tensor, out: Tensor, lse: Tensor, kind: BoundKind, scale: float) -> Phases:
     """Gradients of the five inputs of ``forward_phases``, in their dtypes.
 
-    The clean rows travel a second time (shards are kept, never gathered buffers). Gradients of received
-    rows are computed first and travel home while the local part runs; an owner adds them in rank order.
+    The rows travel a second time (shards are kept, never gathered buffers). Gradients of received rows are
+    computed first and travel home while the local part runs; an owner adds them in rank order.
     """
-    if not kind.alone:
-        yield _ship(key_clean, value_clean, kind)
-    delta, key_dim, clean = row_delta(dout, out), key_clean.shape[-1], len(key_clean)
+    key, value = torch.cat((key_clean, key_noised)), torch.cat((value_clean, value_noised))
+    if kind.travels:
+        yield _ship(key, value, kind)
+    delta, key_dim = row_delta(dout, out), key.shape[-1]
     dq_far: Tensor | None = None
-    if not kind.alone:
-        key, value = _unpack((yield None), kind, key_dim)
-        dq_far, dk_far, dv_far = kind.backend.backward(dout, query, key, value, lse, delta, kind.arrived, scale)
-        home = torch.empty(*key.shape[:2], key_dim + value.shape[-1], dtype=key.dtype, device=key.device)
+    if kind.travels:
+        far_key, far_value = _unpack((yield None), kind, key_dim)
+        dq_far, dk_far, dv_far = kind.backend.backward(dout, query, far_key, far_value, lse, delta, kind.arrived,
+                                                       scale)
+        home = torch.empty(*far_key.shape[:2], key_dim + value.shape[-1], dtype=key.dtype, device=key.device)
         home[kind.to_global] = torch.cat((dk_far, dv_far), -1).to(key.dtype)
-        yield Outgoing(home, kind.receive_counts, kind.send_counts, "clean_grad")
-    dq, dk, dv = kind.backend.backward(
-        dout, query, torch.cat((key_clean, key_noised)), torch.cat((value_clean, value_noised)), lse, delta,
-        kind.here, scale)
-    dk_clean, dv_clean = dk[:clean], dv[:clean]
-    if not kind.alone:
+        yield Outgoing(home, kind.receive_counts, kind.send_counts, "gradients")
+    dq, dk, dv = kind.backend.backward(dout, query, key, value, lse, delta, kind.here, scale)
+    if kind.travels:
         assert dq_far is not None
         dq = dq + dq_far
         returned = yield None
         assert returned is not None
-        dk_clean, dv_clean = dk_clean.clone(), dv_clean.clone()
+        dk, dv = dk.contiguous(), dv.contiguous()
         for rows, part in zip(kind.send.split(kind.send_counts), returned.split(kind.send_counts), strict=True):
             # A source rank names each row at most once, so the order of the sum is the order of ranks.
-            dk_clean[rows] += part[..., :key_dim].to(dk.dtype)
-            dv_clean[rows] += part[..., key_dim:].to(dv.dtype)
-    dtype = query.dtype
-    return dq.to(dtype), dk_clean.to(dtype), dv_clean.to(dtype), dk[clean:].to(dtype), dv[clean:].to(dtype)
+            dk[rows] += part[..., :key_dim].to(dk.dtype)
+            dv[rows] += part[..., key_dim:].to(dv.dtype)
+    clean, dtype = len(key_clean), query.dtype
+    return dq.to(dtype), dk[:clean].to(dtype), dv[:clean].to(dtype), dk[clean:].to(dtype), dv[clean:].to(dtype)
 
 
 def drive(phases: Phases, transport: Transport) -> tuple[Tensor, ...]:

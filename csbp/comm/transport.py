@@ -22,7 +22,7 @@ class Outgoing:
     Attributes:
         rows: [sum(send_counts), ...], grouped by destination rank.
         send_counts, receive_counts: rows per peer; a rank sends none to itself.
-        label: what travels, for the counters: "clean_kv" or "clean_grad".
+        label: what travels, for the counters: "keys" or "gradients".
     """
 
     rows: Tensor

@@ -94,10 +94,14 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Ranks and mesh axes: nproc = dp x csbp."""
+    """Ranks and mesh axes: nproc = dp x csbp. The sequence axis is called csbp whatever its kind."""
 
     nproc: int = option(1, "all ranks of the run, the product of the mesh axes", low=1)
-    kind: str = option("csbp", "what the sequence axis does", choices=("csbp",))
+    kind: str = option("csbp", "csbp: blocks whole on a rank, clean rows sharded; context: both streams sharded; "
+                       "block: blocks whole on a rank, clean rows computed wherever they are seen; data: no sequence "
+                       "axis", choices=("csbp", "context", "block", "data"))
+    exchange: str = option("exact", "keys that a rank receives: just those its rows see, or all of them",
+                           choices=("exact", "all_gather"))
     csbp: int | None = option(None, "size of the sequence axis; null: all remaining ranks", low=1)
     device: str = option("auto", "", choices=("auto", "cpu", "cuda"))
     threads: int = option(1, "CPU threads of one rank", low=1)

@@ -189,6 +189,8 @@ def _check_numbers(config: RunConfig) -> None:
         divisors = [n for n in range(1, parallel.nproc + 1) if parallel.nproc % n == 0]
         raise ConfigError("parallel.csbp", parallel.csbp, f"must divide parallel.nproc={parallel.nproc}: one of "
                                                           f"{', '.join(map(str, divisors))}")
+    if parallel.kind == "data" and parallel.csbp not in (None, 1):
+        raise ConfigError("parallel.csbp", parallel.csbp, "parallel.kind=data has no sequence axis; leave it out")
     for name in ("beta1", "beta2"):
         if getattr(optim, name) == 1:
             raise ConfigError(f"optim.{name}", 1.0, "must be below 1")

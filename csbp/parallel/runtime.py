@@ -30,7 +30,8 @@ class Runtime:
         device: where this rank computes.
         dp, csbp: sizes of the mesh axes; dp_rank, csbp_rank: this rank's place on them.
         shard_mesh: one axis over all ranks, for FSDP.
-        transport: moves clean rows along the csbp axis.
+        transport: moves rows along the csbp axis.
+        scheme, exchange: how packs are planned over the csbp axis (see ``PackPlan``).
         run_dir: the run folder, the same on every rank.
     """
 
@@ -43,6 +44,8 @@ class Runtime:
     shard_mesh: DeviceMesh
     transport: Transport
     run_dir: Path
+    scheme: str = "csbp"
+    exchange: str = "exact"
 
     @property
     def dp_rank(self) -> int:
@@ -118,7 +121,7 @@ def mesh_sizes(config: ParallelConfig, world: int) -> tuple[int, int]:
     """
     if config.nproc != world:
         raise ConfigError("parallel.nproc", config.nproc, f"WORLD_SIZE is {world}; set parallel.nproc={world}")
-    csbp = config.csbp or world
+    csbp = 1 if config.kind == "data" else config.csbp or world
     if world % csbp:
         raise ConfigError("parallel.csbp", csbp, f"must divide parallel.nproc={world}")
     return world // csbp, csbp
@@ -151,6 +154,7 @@ def start_runtime(config: ParallelConfig, run_dir: Callable[[], Path]) -> Runtim
             device_id=device if device.type == "cuda" else None)
     mesh = init_device_mesh(device.type, (dp, csbp), mesh_dim_names=("dp", "csbp"))
     transport: Transport = ProcessGroupTransport(mesh["csbp"].get_group()) if csbp > 1 else LocalTransport()
-    runtime = Runtime(rank, world, local_rank, device, dp, csbp, mesh._flatten("shard"), transport, Path())
+    runtime = Runtime(rank, world, local_rank, device, dp, csbp, mesh._flatten("shard"), transport, Path(),
+                      scheme="csbp" if config.kind == "data" else config.kind, exchange=config.exchange)
     runtime.run_dir = Path(runtime.on_main(run_dir))
     return runtime

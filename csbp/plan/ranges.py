@@ -38,6 +38,14 @@ class RowRanges:
                 + np.maximum(self.block_end - self.block_start, 0))
 
 
+def join(first: RowRanges, second: RowRanges) -> RowRanges:
+    """The ranges of the first rows, then those of the second."""
+    return RowRanges(np.concatenate([first.prefix_start, second.prefix_start]),
+                     np.concatenate([first.prefix_end, second.prefix_end]),
+                     np.concatenate([first.block_start, second.block_start]),
+                     np.concatenate([first.block_end, second.block_end]))
+
+
 def document_of_rows(geometry: Geometry) -> np.ndarray:
     """int64 [T], the document of each clean row."""
     lengths = np.diff(geometry.document_starts)

@@ -24,7 +24,9 @@ def scatter(layout: StreamLayout, rows: RankRows, device: torch.device | str = "
     real, safe = held >= 0, np.maximum(held, 0)
     place = np.full(len(layout.tokens) + 1, -1)
     place[held[real]] = np.flatnonzero(real)
-    mine = [place[term.rows] >= 0 for term in layout.terms]
+    counts = place >= 0
+    counts[rows.clean[~rows.answers]] = False  # computed here too, but another rank counts its loss
+    mine = [counts[term.rows] for term in layout.terms]
     asked = [place[term.rows[own]] for term, own in zip(layout.terms, mine, strict=True)]
     loss_rows = np.unique(np.concatenate([*asked, np.zeros(0, np.int64)]))
 

@@ -86,7 +86,8 @@ class StepRunner:
         for pack in mine:
             layout = build_layout(pack, noising.objective, noising.noise, mask_token_id=noising.mask_token_id,
                                   seed=noising.seed, step=step)
-            plan = plan_rank(layout.geometry, kinds, runtime.csbp, runtime.csbp_rank)
+            plan = plan_rank(layout.geometry, kinds, runtime.csbp, runtime.csbp_rank, scheme=runtime.scheme,
+                             exchange=runtime.exchange)
             works.append(Work(layout, scatter(layout, plan.rows, runtime.device),
                               BoundPlan(plan, runtime.transport, runtime.device, self.backend)))
         return works

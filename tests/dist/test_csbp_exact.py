@@ -102,9 +102,9 @@ def test_a_step_sends_the_planned_rows_and_no_others(ranks, world):
     shares = ranks(world, step_on_ranks, packs, noising(4))
     row_bytes = 2 * 2 * 8 * 8  # K and V, two key/value heads of 8 channels, float64
     for share in shares:
-        assert share.sent_rows == share.planned_rows and set(share.sent_rows) == {"clean_kv", "clean_grad"}
+        assert share.sent_rows == share.planned_rows and set(share.sent_rows) == {"keys", "gradients"}
         assert share.sent_bytes == {label: rows * row_bytes for label, rows in share.planned_rows.items()}
-    kv, grad = (sum(share.sent_rows[label] for share in shares) for label in ("clean_kv", "clean_grad"))
+    kv, grad = (sum(share.sent_rows[label] for share in shares) for label in ("keys", "gradients"))
     assert kv == 2 * grad > 0  # every row sent in the forward and again in the backward has its gradient returned
 
 

@@ -145,7 +145,7 @@ def test_second_thoughts_over_kept_keys(ranks, case, world):
     assert grads["signal.weight"].abs().max() > 1e-4
     if case == "three documents" and world > 1:
         # The guess without gradient fetches keys but returns no gradients for them.
-        keys, returned = (sum(share.sent_rows[label] for share in shares) for label in ("clean_kv", "clean_grad"))
+        keys, returned = (sum(share.sent_rows[label] for share in shares) for label in ("keys", "gradients"))
         assert keys > 2 * returned > 0
 
 

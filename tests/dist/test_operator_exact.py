@@ -105,11 +105,11 @@ def run_kinds(geometry: Geometry, kinds: tuple[LayerKind, ...]) -> list[Share]:
         out = attend_distributed(query, key[:clean], value[:clean], key[clean:], value[clean:], bound, kind.name)
         grads = torch.autograd.grad(out, (query, key, value), padded["dout"][queries])
         exchange = plan.kinds[kind.name].exchange
-        sent = [rows for label, rows in getattr(transport, "seen", []) if label == "clean_kv"]
+        sent = [rows for label, rows in getattr(transport, "seen", []) if label == "keys"]
         shares.append(Share(
             keys, queries, out.detach(), dict(zip(("query", "key", "value"), grads, strict=True)),
             transport.sent_rows, transport.sent_bytes,
-            {"clean_kv": 2 * sum(exchange.send_counts), "clean_grad": sum(exchange.receive_counts)},
+            {"keys": 2 * sum(exchange.send_counts), "gradients": sum(exchange.receive_counts)},
             any(bool((rows[..., channel] > 0).any()) for rows in sent for channel in (0, DIM))))
     return shares
 
@@ -155,11 +155,11 @@ def test_output_and_gradients_are_those_of_dense_attention(ranks, pack, world):
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3, 4])
 def test_only_clean_rows_travel_and_as_many_as_planned(ranks, world):
-    row_bytes = {"clean_kv": KV_HEADS * (DIM + VALUE_DIM) * 8, "clean_grad": KV_HEADS * (DIM + VALUE_DIM) * 8}
+    row_bytes = {"keys": KV_HEADS * (DIM + VALUE_DIM) * 8, "gradients": KV_HEADS * (DIM + VALUE_DIM) * 8}
     total = 0
     for share in (share for rank in ranks(world, run_kinds, PACKS["odd lengths"], KINDS) for share in rank):
         assert not share.sent_noise, "a noised key or value left its rank"
         assert share.sent_rows == share.planned_rows
         assert share.sent_bytes == {label: rows * row_bytes[label] for label, rows in share.planned_rows.items()}
-        total += share.planned_rows["clean_kv"]
+        total += share.planned_rows["keys"]
     assert total > 0

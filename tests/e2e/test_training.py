@@ -17,8 +17,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-TOPOLOGIES = [pytest.param(2, 2), pytest.param(3, 1), pytest.param(3, 3, marks=pytest.mark.slow),
-              pytest.param(4, 2, marks=pytest.mark.slow), pytest.param(4, 4, marks=pytest.mark.slow)]
+slow = pytest.mark.slow
+TOPOLOGIES = [(2, {"csbp": 2}), (2, {"kind": "context"}), pytest.param(2, {"kind": "block"}, marks=slow),
+              pytest.param(3, {"csbp": 1}, marks=slow), pytest.param(3, {"kind": "data"}, marks=slow),
+              pytest.param(3, {"csbp": 3, "exchange": "all_gather"}, marks=slow),
+              pytest.param(4, {"csbp": 2}, marks=slow), pytest.param(4, {"csbp": 4}, marks=slow),
+              pytest.param(4, {"csbp": 2, "kind": "context"}, marks=slow),
+              pytest.param(4, {"csbp": 2, "kind": "block"}, marks=slow)]
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +34,10 @@ def one_rank(ranks: Any, corpus: Path, tmp_path_factory: pytest.TempPathFactory)
     return losses(run)
 
 
-@pytest.mark.parametrize(("world", "csbp"), TOPOLOGIES)
+@pytest.mark.parametrize(("world", "parallel"), TOPOLOGIES)
 def test_losses_do_not_depend_on_the_topology(ranks: Any, corpus: Path, tmp_path: Path, one_rank: list[float],
-                                              world: int, csbp: int) -> None:
-    assert ranks(world, train_here, tiny_run(corpus, tmp_path, parallel={"csbp": csbp})) == [0] * world
+                                              world: int, parallel: dict[str, Any]) -> None:
+    assert ranks(world, train_here, tiny_run(corpus, tmp_path, parallel=parallel)) == [0] * world
     np.testing.assert_allclose(losses(tmp_path), one_rank, rtol=1e-5)
 
 
