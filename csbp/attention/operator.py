@@ -1,10 +1,16 @@
 """The distributed attention operator, and a rank's plan bound to its device and transport.
 
-Legend: S query rows, Sc own clean rows, Sn own noised rows, N query heads, K key/value heads, D head dim.
+The operator is a pair of custom ops, ``csbp::attend`` and ``csbp::attend_backward``: opaque to
+``torch.compile`` and visible to selective activation checkpointing, which keeps (out, lse) and never runs
+attention again. A plan crosses into an op as an integer handle. Legend: S query rows, Sc own clean rows,
+Sn own noised rows, N query heads, K key/value heads, D head dim.
 """
 
 from __future__ import annotations
 
+import itertools
+import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,16 +19,32 @@ from torch import Tensor
 from csbp.attention.core import check_shapes, default_scale, get_backend
 from csbp.attention.mask import IntervalMask
 from csbp.attention.phases import BoundKind, backward_phases, drive, forward_phases
+from csbp.attention.reference import compute_dtype
 from csbp.comm.transport import Transport
 from csbp.plan.plan import KindPlan, RankPlan
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """What an op needs beside tensors."""
+
+    kind: BoundKind
+    transport: Transport
+
+
+# Handle -> call. Whoever made a plan keeps it until its backwards are done; a plan that is gone leaves no trace.
+_CALLS: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
+_HANDLES = itertools.count(1)
 
 
 class BoundPlan:
     """A rank's plan with its index tensors on the device, a kernel and a transport.
 
+    Keep it until every backward that used it is done.
+
     Attributes:
         rank_plan: the pure plan it was made from.
-        transport: how clean rows travel.
+        transport: how rows travel.
         kinds: layer kind name -> masks and exchange.
         num_clean, num_noised: own rows of the two streams (a dummy row counts as noised).
     """
@@ -34,6 +56,10 @@ class BoundPlan:
         self.num_clean, self.num_noised = len(rank_plan.rows.clean), len(rank_plan.rows.noised)
         travels = rank_plan.world > 1 and rank_plan.scheme != "block"
         self.kinds = {name: _bind(kind, travels, device, backend) for name, kind in rank_plan.kinds.items()}
+        self._calls = {name: _Call(kind, transport) for name, kind in self.kinds.items()}
+        self._handles = {name: next(_HANDLES) for name in self.kinds}
+        for name, handle in self._handles.items():
+            _CALLS[handle] = self._calls[name]
 
     def attend(self, kind: str, query: Tensor, key: Tensor, value: Tensor, *, layer: int,
                scale: float | None = None) -> Tensor:
@@ -47,10 +73,18 @@ class BoundPlan:
 
         Returns:
             [S, N, D].
+
+        Raises:
+            ValueError: unknown kind, or rows, heads or dtypes that do not fit the plan.
         """
-        clean = self.num_clean
-        return attend_distributed(query, key[:clean], value[:clean], key[clean:], value[clean:], self, kind,
-                                  scale=scale)
+        if kind not in self.kinds:
+            raise ValueError(f"layer_kind={kind!r}: the plan has {', '.join(self.kinds)}")
+        check_shapes(query, key, value, len(self.kinds[kind].here))
+        rows = self.num_clean + (self.num_noised if self.rank_plan.kinds[kind].kind.noised else 0)
+        if len(key) != rows:
+            raise ValueError(f"{len(key)} keys; the plan gives this rank {rows}")
+        out, _ = torch.ops.csbp.attend(query, key, value, self._handles[kind], default_scale(query, scale))
+        return out
 
 
 def _bind(kind: KindPlan, travels: bool, device: torch.device | str, backend: str) -> BoundKind:
@@ -66,22 +100,53 @@ def _bind(kind: KindPlan, travels: bool, device: torch.device | str, backend: st
         backend=get_backend(backend), travels=travels)
 
 
-class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key_clean: Tensor, value_clean: Tensor, key_noised: Tensor,
-                value_noised: Tensor, kind: BoundKind, transport: Transport, scale: float) -> Tensor:
-        inputs = (query, key_clean, value_clean, key_noised, value_noised)
-        out, lse = drive(forward_phases(*inputs, kind, scale), transport)
-        ctx.save_for_backward(*inputs, out, lse)
-        ctx.kind, ctx.transport, ctx.scale = kind, transport, scale
-        return out
+@torch.library.custom_op("csbp::attend", mutates_args=())
+def _attend(query: Tensor, key: Tensor, value: Tensor, handle: int, scale: float) -> tuple[Tensor, Tensor]:
+    call = _CALLS[handle]
+    out, lse = drive(forward_phases(query, key, value, call.kind, scale), call.transport)
+    return out, lse
 
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        query, key_clean, value_clean, key_noised, value_noised, out, lse = ctx.saved_tensors
-        grads = drive(backward_phases(dout, query, key_clean, value_clean, key_noised, value_noised, out, lse,
-                                      ctx.kind, ctx.scale), ctx.transport)
-        return (*grads, None, None, None)
+
+@_attend.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, handle: int, scale: float) -> tuple[Tensor, Tensor]:
+    rows, heads = query.shape[:2]
+    return (query.new_empty(rows, heads, value.shape[2]),
+            query.new_empty(rows, heads, dtype=compute_dtype(query.dtype)))
+
+
+@torch.library.custom_op("csbp::attend_backward", mutates_args=())
+def _attend_backward(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, handle: int,
+                     scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    call = _CALLS[handle]
+    phases = backward_phases(dout, query, key, value, out, lse, call.kind, scale)
+    dq, dk, dv = drive(phases, call.transport)
+    return dq, dk, dv
+
+
+@_attend_backward.register_fake
+def _(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, handle: int,
+      scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, ctx.handle, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value, *output)
+    ctx.set_materialize_grads(False)
+    if not torch.compiler.is_compiling():
+        ctx.call = _CALLS.get(ctx.handle)  # an eager graph keeps its plan alive by itself
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    assert dlse is None, "the log-sum-exp of csbp::attend is for its backward, not for a loss"
+    if dout is None:
+        return None, None, None, None, None
+    query, key, value, out, lse = ctx.saved_tensors
+    grads = torch.ops.csbp.attend_backward(dout, query, key, value, out, lse, ctx.handle, ctx.scale)
+    return (*grads, None, None)
+
+
+_attend.register_autograd(_backward, setup_context=_setup)
 
 
 def attend_distributed(query: Tensor, key_clean: Tensor, value_clean: Tensor, key_noised: Tensor,
@@ -106,14 +171,7 @@ def attend_distributed(query: Tensor, key_clean: Tensor, value_clean: Tensor, ke
     Raises:
         ValueError: unknown kind, or rows, heads or dtypes that do not fit the plan.
     """
-    if layer_kind not in plan.kinds:
-        raise ValueError(f"layer_kind={layer_kind!r}: the plan has {', '.join(plan.kinds)}")
-    kind = plan.kinds[layer_kind]
-    check_shapes(query, key_noised, value_noised, len(kind.here))
-    check_shapes(query, key_clean, value_clean, len(kind.here))
-    noised = plan.num_noised if plan.rank_plan.kinds[layer_kind].kind.noised else 0
-    if (len(key_clean), len(key_noised)) != (plan.num_clean, noised):
-        raise ValueError(f"{len(key_clean)} clean and {len(key_noised)} noised keys; the plan gives this rank "
-                         f"{plan.num_clean} and {noised}")
-    return _Attend.apply(query, key_clean, value_clean, key_noised, value_noised, kind, plan.transport,
-                         default_scale(query, scale))
+    if len(key_clean) != plan.num_clean or len(value_clean) != plan.num_clean:
+        raise ValueError(f"{len(key_clean)} clean keys; the plan gives this rank {plan.num_clean}")
+    return plan.attend(layer_kind, query, torch.cat((key_clean, key_noised)),
+                       torch.cat((value_clean, value_noised)), layer=0, scale=scale)

@@ -54,14 +54,15 @@ def _unpack(received: Tensor | None, kind: BoundKind, key_dim: int) -> tuple[Ten
     return received[..., :key_dim][kind.to_global], received[..., key_dim:][kind.to_global]
 
 
-def forward_phases(query: Tensor, key_clean: Tensor, value_clean: Tensor, key_noised: Tensor,
-                   value_noised: Tensor, kind: BoundKind, scale: float) -> Phases:
+def forward_phases(query: Tensor, key: Tensor, value: Tensor, kind: BoundKind, scale: float) -> Phases:
     """Attention of one rank's queries [S, N, D] over all rows they see, here and elsewhere.
+
+    Args:
+        key, value: [Sc + Sn, K, D], own clean rows, then own noised rows.
 
     Returns:
         (out [S, N, D], lse [S, N]).
     """
-    key, value = torch.cat((key_clean, key_noised)), torch.cat((value_clean, value_noised))
     if kind.travels:
         yield _ship(key, value, kind)
     here = kind.backend.forward(query, key, value, kind.here, scale)
@@ -71,14 +72,13 @@ def forward_phases(query: Tensor, key_clean: Tensor, value_clean: Tensor, key_no
     return merge([here, kind.backend.forward(query, far_key, far_value, kind.arrived, scale)])
 
 
-def backward_phases(dout: Tensor, query: Tensor, key_clean: Tensor, value_clean: Tensor, key_noised: Tensor,
-                    value_noised: Tensor, out: Tensor, lse: Tensor, kind: BoundKind, scale: float) -> Phases:
-    """Gradients of the five inputs of ``forward_phases``, in their dtypes.
+def backward_phases(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
+                    kind: BoundKind, scale: float) -> Phases:
+    """Gradients of query, key and value, in their dtype.
 
     The rows travel a second time (shards are kept, never gathered buffers). Gradients of received rows are
     computed first and travel home while the local part runs; an owner adds them in rank order.
     """
-    key, value = torch.cat((key_clean, key_noised)), torch.cat((value_clean, value_noised))
     if kind.travels:
         yield _ship(key, value, kind)
     delta, key_dim = row_delta(dout, out), key.shape[-1]
@@ -93,16 +93,14 @@ def backward_phases(dout: Tensor, query: Tensor, key_clean: Tensor, value_clean:
     dq, dk, dv = kind.backend.backward(dout, query, key, value, lse, delta, kind.here, scale)
     if kind.travels:
         assert dq_far is not None
-        dq = dq + dq_far
+        dq += dq_far
         returned = yield None
         assert returned is not None
-        dk, dv = dk.contiguous(), dv.contiguous()
         for rows, part in zip(kind.send.split(kind.send_counts), returned.split(kind.send_counts), strict=True):
             # A source rank names each row at most once, so the order of the sum is the order of ranks.
             dk[rows] += part[..., :key_dim].to(dk.dtype)
             dv[rows] += part[..., key_dim:].to(dv.dtype)
-    clean, dtype = len(key_clean), query.dtype
-    return dq.to(dtype), dk[:clean].to(dtype), dv[:clean].to(dtype), dk[clean:].to(dtype), dv[clean:].to(dtype)
+    return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
 
 
 def drive(phases: Phases, transport: Transport) -> tuple[Tensor, ...]:

@@ -98,7 +98,7 @@ def forward(q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, mask: IntervalMask,
 
 def backward(dout_SND: Tensor, q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, lse_SN: Tensor, delta_SN: Tensor,
              mask: IntervalMask, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, in the compute dtype.
+    """Gradients of query, key and value, contiguous, in the compute dtype.
 
     ``lse`` is that of the *whole* softmax, of which these keys may be a part, and ``delta`` [S, N] is
     rowsum(dO * O) of the whole output (minus the gradient of lse, if any): partial gradients then add.
@@ -107,16 +107,17 @@ def backward(dout_SND: Tensor, q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, lse_
     q_SND_, k_KTD, v_KTD = q_SND.to(dtype), _heads_first(k_TKD, dtype), _heads_first(v_TKD, dtype)
     dout_SND, delta_SN, lse_SN = dout_SND.to(dtype), delta_SN.to(dtype), lse_SN.to(dtype)
     dq = torch.zeros_like(q_SND_, memory_format=torch.contiguous_format)
-    dk, dv = torch.zeros_like(k_KTD), torch.zeros_like(v_KTD)
+    dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k_TKD, v_TKD))
+    dk_KTD, dv_KTD = dk.transpose(0, 1), dv.transpose(0, 1)
     for tile in mask.tiles:
         q_KgD, do_KgD = _queries(q_SND_, tile, heads), _queries(dout_SND, tile, heads)
         k_KLD, v_KLD = _keys(k_KTD, tile), _keys(v_KTD, tile)
         p_KgL = _scores(q_KgD, k_KLD, _hidden(mask, tile), scale)
         p_KgL = p_KgL.sub_(_stats(lse_SN, tile, heads)).exp_()
-        _add_keys(dv, torch.bmm(p_KgL.transpose(1, 2), do_KgD), tile)
+        _add_keys(dv_KTD, torch.bmm(p_KgL.transpose(1, 2), do_KgD), tile)
         dp_KgL = torch.bmm(do_KgD, v_KLD.transpose(1, 2))
         ds_KgL = dp_KgL.sub_(_stats(delta_SN, tile, heads)).mul_(p_KgL).mul_(scale)
         rows = tile.rows.stop - tile.rows.start if isinstance(tile.rows, slice) else len(tile.rows)
         dq[tile.rows] = _rows(torch.bmm(ds_KgL, k_KLD), rows)
-        _add_keys(dk, torch.bmm(ds_KgL.transpose(1, 2), q_KgD), tile)
-    return dq, dk.transpose(0, 1), dv.transpose(0, 1)
+        _add_keys(dk_KTD, torch.bmm(ds_KgL.transpose(1, 2), q_KgD), tile)
+    return dq, dk, dv
