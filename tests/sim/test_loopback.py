@@ -1,93 +1,186 @@
-"""The operator's phases for many simulated ranks in lock-step, in one process, against dense attention."""
+"""The simulated network itself: rows arrive where they should, and ranks that do not fit together are told how."""
 
 from __future__ import annotations
 
-import numpy as np
+import threading
+import time
+from collections.abc import Callable, Generator
+
 import pytest
 import torch
-from oracle import dense_attention, dense_mask
-from packs import anchor_geometry, make_layout, make_pack
 from torch import Tensor
 
-from csbp.attention.operator import BoundPlan
-from csbp.attention.phases import Phases, backward_phases, forward_phases
-from csbp.comm.transport import LocalTransport, Outgoing
-from csbp.plan.geometry import Geometry, LayerKind
-from csbp.plan.plan import plan_rank
+from csbp.comm import loopback
+from csbp.comm.loopback import LoopbackError, LoopbackTransport, LoopbackWorld, run_threads
+from csbp.comm.transport import Outgoing, Transport
 
-FULL, NEAR = LayerKind(clean="token_causal"), LayerKind("near", clean="token_causal", window=6)
-BLOCK, DRAFT = LayerKind("block"), LayerKind("draft", clean="absent", window=9, window_anchor="row")
-UNEVEN = make_layout(make_pack([1, 3, 5, 13, 17]), 4).geometry
-CASES: list[tuple[Geometry, LayerKind, int]] = [
-    (UNEVEN, FULL, 2), (UNEVEN, NEAR, 3), (UNEVEN, BLOCK, 5), (UNEVEN, BLOCK, 32),
-    (make_layout(make_pack([96, 40]), 8).geometry, BLOCK, 8), (make_layout(make_pack([33]), 64).geometry, BLOCK, 4),
-    (make_layout(make_pack([60], targets=[range(30, 50)]), 8).geometry, FULL, 16),
-    (anchor_geometry([30, 14], [(0, 3), (0, 4), (0, 29), (1, 0), (1, 14)], 6), DRAFT, 4),
-]
+Steps = Generator[Outgoing | None, Tensor | None, Tensor]
 
 
-def lock_step(phases: list[Phases]) -> list[tuple[Tensor, ...]]:
-    """Run every rank to its next request, carry all rows, go on."""
-    results: list[tuple[Tensor, ...] | None] = [None] * len(phases)
-    replies: list[Tensor | None] = [None] * len(phases)
-    flying: list[Outgoing] = []
-    while any(r is None for r in results):
-        requests = []
-        for rank, one in enumerate(phases):
-            try:
-                requests.append(one.send(replies[rank]))
-            except StopIteration as stop:
-                results[rank] = stop.value
-        if all(isinstance(r, Outgoing) for r in requests) and requests:
-            flying, replies = requests, [None] * len(phases)  # type: ignore[assignment]
-            continue
-        replies = [torch.cat([out.rows.split(out.send_counts)[rank] for out in flying]) for rank in range(len(phases))]\
-            if requests else replies
-    return results  # type: ignore[return-value]
+def parcel(rank: int, world: int, label: str = "keys") -> Outgoing:
+    """Rank r sends r + t rows to rank t, each [r, t, number]; none to itself."""
+    rows = [[rank, to, i] for to in range(world) if to != rank for i in range(rank + to)]
+    counts = tuple(0 if to == rank else rank + to for to in range(world))
+    return Outgoing(torch.tensor(rows, dtype=torch.float64).reshape(-1, 3), counts, counts, label)
 
 
-@pytest.mark.parametrize(("geometry", "kind", "world"), CASES)
-def test_simulated_ranks_equal_dense_attention(geometry: Geometry, kind: LayerKind, world: int) -> None:
-    clean, total = geometry.num_clean, geometry.num_clean + geometry.num_noised
-    rng = np.random.default_rng(world)
-    q, k, v, dout = (torch.from_numpy(rng.standard_normal((total, heads, 6))) for heads in (4, 2, 2, 4))
-    plans = [plan_rank(geometry, (kind,), world, rank) for rank in range(world)]
-    bound = []
-    for plan in plans:
-        transport = LocalTransport()
-        transport.rank, transport.world = plan.rank, world
-        bound.append(BoundPlan(plan, transport).kinds[kind.name])
-    padded = [torch.cat((x, torch.zeros(1, *x.shape[1:], dtype=x.dtype))) for x in (q, k, v, dout)]
+def delivery(rank: int, world: int) -> list[list[float]]:
+    """What rank r then has: source after source, in the order sent."""
+    return [[source, rank, i] for source in range(world) if source != rank for i in range(source + rank)]
 
-    def local(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-        rows = plans[rank].rows
-        return x[torch.from_numpy(rows.clean)], x[torch.from_numpy(np.where(rows.noised < 0, -1, clean + rows.noised))]
 
-    inputs, gradients = [], []
-    for rank in range(world):
-        (qc, qn), (kc, kn), (vc, vn), (gc, gn) = (local(x, rank) for x in padded)
-        asks = kind.clean != "absent"
-        inputs.append((torch.cat((qc, qn)) if asks else qn, torch.cat((kc, kn)), torch.cat((vc, vn))))
-        gradients.append(torch.cat((gc, gn)) if asks else gn)
-    forward = lock_step([forward_phases(*inputs[r], bound[r], 0.4) for r in range(world)])
-    backward = lock_step([backward_phases(gradients[r], *inputs[r], *forward[r], bound[r], 0.4) for r in range(world)])
+def sent(rank: int, world: int) -> int:
+    return sum(rank + to for to in range(world) if to != rank)
 
-    sees = torch.from_numpy(dense_mask(geometry, kind))
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    want = dense_attention(leaves[0] * 0.4 * 6 ** 0.5, leaves[1], leaves[2], sees)
-    if kind.clean == "absent":
-        dout = torch.cat((torch.zeros_like(dout[:clean]), dout[clean:]))
-    want_grads = torch.autograd.grad(want, leaves, dout)
-    for rank, plan in enumerate(plans):
-        rows = np.concatenate([plan.rows.clean if kind.clean != "absent" else [], clean + plan.rows.noised]).astype(int)
-        real = rows >= (clean if kind.clean == "absent" else 0)
-        real[-1] &= plan.rows.noised.min(initial=0) >= 0
-        dq, dk, dv = backward[rank]
-        held = len(plan.rows.clean)
-        dkc, dvc, dkn, dvn = dk[:held], dv[:held], dk[held:], dv[held:]
-        for got, expected in ((forward[rank][0], want), (dq, want_grads[0])):
-            torch.testing.assert_close(got[real], expected[rows[real]], rtol=0, atol=1e-12)
-        noised = plan.rows.noised[plan.rows.noised >= 0]
-        for got_clean, got_noised, expected in ((dkc, dkn, want_grads[1]), (dvc, dvn, want_grads[2])):
-            torch.testing.assert_close(got_clean, expected[plan.rows.clean], rtol=0, atol=1e-12)
-            torch.testing.assert_close(got_noised[:len(noised)], expected[clean + noised], rtol=0, atol=1e-12)
+
+@pytest.mark.parametrize("world", [1, 2, 5, 64])
+def test_lock_step_carries_and_counts(world: int) -> None:
+    ranks = LoopbackWorld(world)
+
+    def steps(rank: int) -> Steps:
+        yield parcel(rank, world)
+        yield parcel(rank, world, "gradients")  # two in flight: they arrive in the order sent
+        first = yield None
+        assert first is not None
+        second = yield None
+        assert second is not None
+        first += 100  # a rank's memory is its own
+        return second
+
+    for rank, rows in enumerate(ranks.lock_step([steps(r) for r in range(world)])):
+        assert rows.tolist() == delivery(rank, world)
+        assert ranks.transport(rank).sent_rows == {"keys": sent(rank, world), "gradients": sent(rank, world)}
+        assert ranks.transport(rank).sent_bytes["keys"] == sent(rank, world) * 3 * 8
+
+
+def test_threads_carry_and_count() -> None:
+    def work(transport: LoopbackTransport) -> list[list[list[float]]]:
+        protocol: Transport = transport
+        time.sleep(0.01 * (protocol.rank % 3))  # ranks come at different times, also to the second exchange
+        pending = [protocol.start(parcel(protocol.rank, protocol.world, f"number {i}")) for i in range(3)]
+        assert transport.gather(transport.rank) == [0, 1, 2, 3, 4, 5, 6, 7]
+        return [one.wait().tolist() for one in pending]
+
+    world = LoopbackWorld(8)
+    assert run_threads(world, work) == [[delivery(rank, 8)] * 3 for rank in range(8)]
+    for rank in range(8):
+        assert world.transport(rank).sent_rows == {f"number {i}": sent(rank, 8) for i in range(3)}
+
+
+def fails_in_threads(function: Callable[[LoopbackTransport], object], error: type[BaseException], match: str,
+                     world: int = 3, timeout: float = 60.0) -> BaseException:
+    """Run it, expect that error, and no thread left behind."""
+    with pytest.raises(error, match=match) as caught:
+        run_threads(LoopbackWorld(world, timeout), function)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank")]
+    return caught.value
+
+
+def test_one_failing_rank_ends_all() -> None:
+    ended = []
+
+    def work(transport: LoopbackTransport) -> None:
+        transport.start(parcel(transport.rank, 3)).wait()
+        if transport.rank == 1:
+            raise KeyError("a rank's own mistake")
+        try:
+            transport.start(parcel(transport.rank, 3)).wait()
+        except LoopbackError as error:
+            ended.append((transport.rank, str(error)))
+            raise
+
+    error = fails_in_threads(work, KeyError, "a rank's own mistake")
+    assert error.__notes__ == ["on simulated rank 1 of 3"]
+    assert sorted(ended) == [(rank, "rank 1 failed: KeyError: \"a rank's own mistake\"") for rank in (0, 2)]
+
+
+@pytest.mark.parametrize("early", [0, 1, 2])
+def test_a_rank_with_fewer_exchanges_is_named(early: int) -> None:
+    def work(transport: LoopbackTransport) -> None:
+        for _ in range(1 if transport.rank == early else 2):
+            transport.start(parcel(transport.rank, 3)).wait()
+
+    fails_in_threads(work, LoopbackError, f"exchange 1: rank {early} finished after 1 exchanges")
+
+
+def test_a_rank_that_leaves_while_others_still_compute() -> None:
+    def work(transport: LoopbackTransport) -> None:
+        if transport.rank:
+            time.sleep(0.05)
+            transport.start(parcel(transport.rank, 2)).wait()
+
+    fails_in_threads(work, LoopbackError, "exchange 0: rank 0 finished after 0 exchanges, ranks .1. wait", world=2)
+
+
+def test_different_orders_are_named() -> None:
+    def work(transport: LoopbackTransport) -> None:
+        for label in ("keys", "gradients") if transport.rank != 2 else ("gradients", "keys"):
+            transport.start(parcel(transport.rank, 3, label)).wait()
+
+    fails_in_threads(work, LoopbackError, "exchange 0: rank . is at an exchange of '.*', rank . at an exchange of '")
+
+
+def test_a_collective_is_no_exchange() -> None:
+    def work(transport: LoopbackTransport) -> None:
+        if transport.rank:
+            transport.gather(1.0, "a sum")
+        else:
+            transport.start(parcel(transport.rank, 3)).wait()
+
+    fails_in_threads(work, LoopbackError, "a gathering of 'a sum'")
+
+
+def test_a_rank_that_never_comes() -> None:
+    release = threading.Event()
+
+    def work(transport: LoopbackTransport) -> None:
+        if transport.rank == 2:
+            release.wait(1.0)
+        transport.start(parcel(transport.rank, 3)).wait()
+
+    fails_in_threads(work, LoopbackError, r"waited 0.1 s at an exchange of 'keys' for ranks \[2\]", timeout=0.1)
+
+
+def test_a_failed_world_stays_failed() -> None:
+    world = LoopbackWorld(2)
+    world.abort(1, ValueError("broken"))
+    with pytest.raises(LoopbackError, match="rank 1 failed: ValueError: broken"):
+        world.transport(0).start(parcel(0, 2))
+
+
+def misfits() -> list[tuple[Outgoing, str]]:
+    """What rank 1 of 2 may bring, where rank 0 brings ``parcel(0, 2)``."""
+    fine = parcel(1, 2)
+    return [
+        (Outgoing(fine.rows, fine.send_counts, (2, 0), "keys"), "rank 0 sends 1 rows of 'keys' to rank 1, which .* 2"),
+        (Outgoing(fine.rows[:0], (0, 0), fine.receive_counts, "keys"), "rank 1 sends 0 rows .* to rank 0, .* awaits 1"),
+        (Outgoing(fine.rows, (2, 0), fine.receive_counts, "keys"), "rank 1 of 2 sends 1 rows by counts"),
+        (Outgoing(fine.rows.float(), fine.send_counts, fine.receive_counts, "keys"), "dtype torch.float64, rank 1"),
+        (Outgoing(fine.rows[:, :2], fine.send_counts, fine.receive_counts, "keys"), r"row shape \(3,\), rank 1 \(2,\)"),
+        (parcel(1, 2, "gradients"), "label keys, rank 1 gradients"),
+    ]
+
+
+@pytest.mark.parametrize(("other", "match"), misfits())
+def test_exchanges_that_do_not_fit(other: Outgoing, match: str) -> None:
+    with pytest.raises(LoopbackError, match=match):
+        loopback.carry([parcel(0, 2), other])
+
+
+def test_lock_step_names_the_rank_that_goes_its_own_way() -> None:
+    def steps(rank: int) -> Steps:
+        yield parcel(rank, 2)
+        if rank == 1:
+            return torch.zeros(1)
+        yield None
+        return torch.zeros(1)
+
+    with pytest.raises(LoopbackError, match="rank 0 is to receive, rank 1 to finish"):
+        LoopbackWorld(2).lock_step([steps(0), steps(1)])
+
+    def impatient() -> Steps:
+        yield None
+        return torch.zeros(1)
+
+    with pytest.raises(LoopbackError, match="an exchange that none has started"):
+        LoopbackWorld(2).lock_step([impatient(), impatient()])

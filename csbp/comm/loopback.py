@@ -1,0 +1,277 @@
+"""Many simulated ranks in one process: exchanges are carried by hand, checked and counted.
+
+``LoopbackWorld.lock_step`` drives the phases of one operation for all ranks at once, in one thread (planning and
+attention for 64 ranks on a laptop). ``run_threads`` gives every rank a thread and a ``LoopbackTransport``, so that
+whole models run, as over a process group. Where a real network would hang or mix up rows, here an error says what
+the ranks disagree about.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from csbp.comm.transport import Outgoing, Pending, _Counting
+
+Result = TypeVar("Result")
+Steps = Generator[Outgoing | None, Tensor | None, Result]
+# After a failure the other threads get this long to come to their next exchange and end.
+GRACE_SECONDS = 2.0
+
+
+class LoopbackError(RuntimeError):
+    """The simulated ranks do not fit together, or one of them failed while others waited for it."""
+
+
+def carry(outgoing: Sequence[Outgoing]) -> list[Tensor]:
+    """Bring one exchange to an end.
+
+    Args:
+        outgoing: what each rank sends, by rank.
+
+    Returns:
+        What each rank receives: [sum(receive_counts), ...], grouped by source rank, in memory of its own.
+
+    Raises:
+        LoopbackError: labels, dtypes, row shapes or counts of two ranks do not fit.
+    """
+    world, first = len(outgoing), outgoing[0]
+    for rank, one in enumerate(outgoing):
+        for name, mine, theirs in (("label", one.label, first.label), ("dtype", one.rows.dtype, first.rows.dtype),
+                                   ("row shape", tuple(one.rows.shape[1:]), tuple(first.rows.shape[1:]))):
+            if mine != theirs:
+                raise LoopbackError(f"rank 0 exchanges {name} {theirs}, rank {rank} {mine}")
+        if not len(one.send_counts) == len(one.receive_counts) == world or sum(one.send_counts) != len(one.rows):
+            raise LoopbackError(f"rank {rank} of {world} sends {len(one.rows)} rows by counts {one.send_counts} and "
+                                f"receives by {one.receive_counts}")
+    for source in range(world):
+        for target in range(world):
+            sent, awaited = outgoing[source].send_counts[target], outgoing[target].receive_counts[source]
+            if sent != awaited:
+                raise LoopbackError(f"rank {source} sends {sent} rows of {first.label!r} to rank {target}, "
+                                    f"which awaits {awaited}")
+    parts = [one.rows.split(one.send_counts) for one in outgoing]
+    return [torch.cat([part[rank] for part in parts]) for rank in range(world)]
+
+
+@dataclass
+class _Meeting:
+    """One exchange or collective: what each rank brought, and, once all are there, what each takes home."""
+
+    number: int
+    what: str
+    brought: dict[int, Any] = field(default_factory=dict)
+    results: list[Any] | None = None
+
+
+class LoopbackWorld:
+    """``world`` simulated ranks.
+
+    Attributes:
+        transports: one a rank; they count rows and bytes in either way of driving.
+        timeout: seconds that a thread waits in one exchange for the others.
+    """
+
+    def __init__(self, world: int, timeout: float = 60.0) -> None:
+        assert world > 0
+        self.world, self.timeout = world, timeout
+        self.transports = tuple(LoopbackTransport(self, rank) for rank in range(world))
+        self._changed = threading.Condition()
+        self._meetings: dict[int, _Meeting] = {}
+        self._met = [0] * world  # meetings that each rank has joined
+        self._done: set[int] = set()
+        self._error: tuple[int, BaseException] | None = None
+
+    def transport(self, rank: int) -> LoopbackTransport:
+        """One rank's transport."""
+        return self.transports[rank]
+
+    def lock_step(self, steps: Sequence[Steps[Result]]) -> list[Result]:
+        """Run every rank's generator to its next request, carry all rows, go on.
+
+        Args:
+            steps: one a rank. Each yields an ``Outgoing`` to start an exchange and None to be sent what arrived from
+                the oldest one that it has not received yet.
+
+        Returns:
+            What the generators return.
+
+        Raises:
+            LoopbackError: the ranks ask for different things, or their exchanges do not fit.
+        """
+        assert len(steps) == self.world
+        flying: list[list[Tensor]] = []
+        replies: list[Tensor] | None = None
+        while True:
+            asked: list[tuple[str, Any]] = []
+            for rank, one in enumerate(steps):
+                try:
+                    request = one.send(replies[rank] if replies else None)
+                    asked.append(("receive", None) if request is None else ("send", request))
+                except StopIteration as stop:
+                    asked.append(("finish", stop.value))
+            action = asked[0][0]
+            for rank, (other, _) in enumerate(asked):
+                if other != action:
+                    raise LoopbackError(f"rank 0 is to {action}, rank {rank} to {other}")
+            values, replies = [value for _, value in asked], None
+            if action == "finish":
+                return values
+            if action == "send":
+                for transport, outgoing in zip(self.transports, values, strict=True):
+                    transport._count(outgoing)
+                flying.append(carry(values))
+            elif not flying:
+                raise LoopbackError("the ranks wait for an exchange that none has started")
+            else:
+                replies = flying.pop(0)
+
+    def abort(self, rank: int, error: BaseException) -> None:
+        """End all waiting threads, and every later exchange, with an error of this rank; the first one counts."""
+        with self._changed:
+            self._fail(rank, error)
+
+    def _fail(self, rank: int, error: BaseException) -> None:
+        self._error = self._error or (rank, error)
+        self._changed.notify_all()
+
+    def _raise_if_failed(self) -> None:
+        if self._error is not None:
+            rank, error = self._error
+            raise LoopbackError(f"rank {rank} failed: {type(error).__name__}: {error}") from error
+
+    def _join(self, rank: int, what: str, value: Any, finish: Callable[[list[Any]], list[Any]]) -> _Meeting:
+        """Bring a value to this rank's next meeting; the last rank to come computes what all take home."""
+        with self._changed:
+            self._raise_if_failed()
+            number = self._met[rank]
+            self._met[rank] += 1
+            meeting = self._meetings.setdefault(number, _Meeting(number, what))
+            meeting.brought[rank] = value
+            try:
+                if meeting.what != what:
+                    other = next(iter(meeting.brought))
+                    raise LoopbackError(f"exchange {number}: rank {other} is at {meeting.what}, rank {rank} at {what}")
+                self._check_absent(meeting)
+                if len(meeting.brought) == self.world:
+                    meeting.results = finish([meeting.brought[r] for r in range(self.world)])
+                    del self._meetings[number]
+                    self._changed.notify_all()
+            except LoopbackError as error:
+                self._fail(rank, error)
+                raise
+            return meeting
+
+    def _check_absent(self, meeting: _Meeting) -> None:
+        for rank in sorted(self._done - meeting.brought.keys()):
+            raise LoopbackError(f"exchange {meeting.number}: rank {rank} finished after {self._met[rank]} exchanges, "
+                                f"ranks {sorted(meeting.brought)} wait for it at {meeting.what}")
+
+    def _take(self, rank: int, meeting: _Meeting) -> Any:
+        """Wait for the others; this rank's part of the result."""
+        with self._changed:
+            in_time = self._changed.wait_for(lambda: meeting.results is not None or self._error, self.timeout)
+            if meeting.results is not None:
+                return meeting.results[rank]
+            if not in_time:
+                absent = [r for r in range(self.world) if r not in meeting.brought]
+                self._fail(rank, LoopbackError(f"exchange {meeting.number}: rank {rank} waited {self.timeout:g} s at "
+                                               f"{meeting.what} for ranks {absent}"))
+            self._raise_if_failed()
+            raise AssertionError("unreachable")
+
+    def _leave(self, rank: int) -> None:
+        """A rank has finished: whoever waits for it waits in vain."""
+        with self._changed:
+            self._done.add(rank)
+            self._changed.notify_all()
+            try:
+                for meeting in self._meetings.values():
+                    self._check_absent(meeting)
+            except LoopbackError as error:
+                self._fail(rank, error)
+                raise
+
+
+class LoopbackTransport(_Counting):
+    """One simulated rank's ``Transport``, for a thread of its own (see ``run_threads``)."""
+
+    def __init__(self, loopback: LoopbackWorld, rank: int) -> None:
+        super().__init__(rank, loopback.world)
+        self._loopback = loopback
+
+    def start(self, outgoing: Outgoing) -> Pending:
+        """Begin an exchange without waiting for the others.
+
+        Raises:
+            LoopbackError: another rank is at something else, has finished or has failed.
+        """
+        self._count(outgoing)
+        meeting = self._loopback._join(self.rank, f"an exchange of {outgoing.label!r}", outgoing, carry)
+        return _Started(self._loopback, self.rank, meeting)
+
+    def gather(self, value: Any, label: str = "values") -> list[Any]:
+        """Every rank's value, by rank; waits for all. What sums and broadcasts over the ranks are made of."""
+        meeting = self._loopback._join(self.rank, f"a gathering of {label!r}", value, lambda brought: [brought] *
+                                       len(brought))
+        return self._loopback._take(self.rank, meeting)
+
+
+@dataclass(frozen=True)
+class _Started:
+    loopback: LoopbackWorld
+    rank: int
+    meeting: _Meeting
+
+    def wait(self) -> Tensor:
+        return self.loopback._take(self.rank, self.meeting)
+
+
+def run_threads(world: LoopbackWorld, function: Callable[[LoopbackTransport], Result]) -> list[Result]:
+    """Call ``function`` once for every rank, each on its own thread, with the rank's transport.
+
+    Args:
+        world: the ranks; a world that has failed or finished is not used again.
+        function: one rank's whole work. It must touch nothing that another rank's call changes.
+
+    Returns:
+        The results, by rank.
+
+    Raises:
+        The error of the rank that failed first, with its rank as a note; the other ranks end at their next exchange.
+        LoopbackError: the ranks' exchanges differ in number, order or size, or a rank was waited for too long.
+    """
+    results: dict[int, Result] = {}
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = function(world.transport(rank))
+            world._leave(rank)
+        except BaseException as error:  # also SystemExit: the others must not wait for this rank
+            world.abort(rank, error)
+
+    threads = [threading.Thread(target=work, args=(rank,), name=f"rank{rank}", daemon=True)
+               for rank in range(world.world)]
+    for thread in threads:
+        thread.start()
+    try:
+        with world._changed:
+            world._changed.wait_for(lambda: world._error or len(world._done) == world.world)
+    except BaseException as interruption:  # a test's timeout or Ctrl-C, raised in this thread
+        world.abort(-1, interruption)
+        raise
+    end = time.monotonic() + GRACE_SECONDS
+    for thread in threads:
+        # A thread cannot be killed: one that computes without end is left behind, and dies with the process.
+        thread.join(max(0.0, end - time.monotonic()) if world._error else None)
+    if world._error is not None:
+        rank, error = world._error
+        error.add_note(f"on simulated rank {rank} of {world.world}")
+        raise error
+    return [results[rank] for rank in range(world.world)]
