@@ -1,0 +1,190 @@
+"""What planning knows of a model: the sizes in its config.json, no weights.
+
+Counted are matrices alone: norms, biases and routers' scales are below a thousandth of a model.
+H query heads, K key/value heads, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from csbp.errors import ConfigError
+from csbp.plan.geometry import LayerKind
+
+_KINDS = {"full_attention": "full", "sliding_attention": "sliding"}
+BACKWARD_PAIRS = 2.5  # the backward of attention is five matrix products against the forward's two
+
+
+@dataclass(frozen=True)
+class AttentionLayers:
+    """The attention layers of one kind.
+
+    Attributes:
+        kind: what their rows see.
+        count: how many layers.
+        heads, kv_heads: H and K.
+        head_dim: d of queries, keys and values.
+        value_matrix: False where values are the keys' projection, normed otherwise.
+    """
+
+    kind: LayerKind
+    count: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_matrix: bool = True
+
+    @property
+    def row_elements(self) -> int:
+        """Numbers in the key and the value of one row of one layer; they travel apart."""
+        return 2 * self.kv_heads * self.head_dim
+
+    @property
+    def pair_flops(self) -> int:
+        """Forward FLOPs of one attended pair in one layer: QK and PV over all query heads."""
+        return 4 * self.heads * self.head_dim
+
+    def linears(self, hidden: int) -> list[tuple[int, int]]:
+        """(inputs, outputs) of the projections of one layer."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return [(hidden, queries), *[(hidden, keys)] * (1 + self.value_matrix), (queries, hidden)]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder.
+
+    Attributes:
+        attention: its layers by kind.
+        hidden: width of the residual stream.
+        ffn: width of the dense gated MLP; 0 if there is none.
+        experts, experts_per_token, expert_ffn: of the mixture of experts, beside or in place of the dense MLP.
+        vocabulary: V. tied: the embedding is also the head.
+        own_clean_pass: the family's own code runs the clean rows first and the noised rows in a second pass over
+            kept keys. Published byte counts of such a model hold two passes; csbp runs both streams in one.
+    """
+
+    attention: tuple[AttentionLayers, ...]
+    hidden: int
+    ffn: int
+    vocabulary: int
+    tied: bool
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    own_clean_pass: bool = False
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers."""
+        return sum(part.count for part in self.attention)
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The distinct kinds of attention layer."""
+        return tuple(part.kind for part in self.attention)
+
+    def layer_linears(self, part: AttentionLayers, *, active: bool) -> list[tuple[int, int]]:
+        """(inputs, outputs) of every matrix of one layer; ``active``: of those that one token passes through."""
+        hidden, chosen = self.hidden, self.experts_per_token if active else self.experts
+        found = part.linears(hidden)
+        for width, number in ((self.ffn, 1), (self.expert_ffn, chosen)):
+            if width:
+                found += ([(hidden, width)] * 2 + [(width, hidden)]) * number
+        return found + ([(hidden, self.experts)] if self.experts else [])
+
+    def _layer_parameters(self, *, active: bool) -> int:
+        return sum(part.count * _area(self.layer_linears(part, active=active)) for part in self.attention)
+
+    @property
+    def parameters(self) -> int:
+        """All of the model's."""
+        return self._layer_parameters(active=False) + (1 if self.tied else 2) * self.vocabulary * self.hidden
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token passes through, embedding and head included."""
+        return self._layer_parameters(active=True) + (1 if self.tied else 2) * self.vocabulary * self.hidden
+
+    @property
+    def largest_layer(self) -> int:
+        """Parameters of the largest decoder layer, the unit that is gathered as one."""
+        return max(_area(self.layer_linears(part, active=False)) for part in self.attention)
+
+    @property
+    def row_flops(self) -> int:
+        """Forward FLOPs of the linear layers for one row, the head apart."""
+        return 2 * self._layer_parameters(active=True)
+
+    @property
+    def logit_flops(self) -> int:
+        """Forward FLOPs of the head for one row with a loss."""
+        return 2 * self.vocabulary * self.hidden
+
+    def row_width(self, part: AttentionLayers) -> int:
+        """Numbers that go into and come out of one layer's matrices for one row."""
+        return sum(inputs + outputs for inputs, outputs in self.layer_linears(part, active=True))
+
+
+def _area(linears: list[tuple[int, int]]) -> int:
+    return sum(inputs * outputs for inputs, outputs in linears)
+
+
+def model_shape(fields: Mapping[str, Any], clean: str) -> ModelShape:
+    """Read a Hugging Face configuration.
+
+    Args:
+        fields: config.json, or ``model.shape``; a nested ``text_config`` is taken.
+        clean: what a clean row sees, "block_causal" or "token_causal".
+
+    Raises:
+        ConfigError: a size is missing or is no positive whole number.
+    """
+    fields = {**fields, **fields.get("text_config", {})}
+
+    def size(*names: str, default: int | None = None) -> int:
+        given = next((fields[name] for name in names if fields.get(name) is not None), default)
+        if not isinstance(given, int) or given < (1 if default is None else 0):
+            raise ConfigError(f"model.shape.{names[0]}", given, "planning needs it: a positive whole number")
+        return given
+
+    hidden, heads, layers = size("hidden_size"), size("num_attention_heads"), size("num_hidden_layers")
+    head_dim, kv_heads = size("head_dim"), size("num_key_value_heads", default=heads)
+    if not kv_heads or heads % kv_heads:
+        raise ConfigError("model.shape.num_key_value_heads", kv_heads, f"must divide num_attention_heads={heads}")
+    types = _layer_types(fields, layers)
+    groups = []
+    for name in dict.fromkeys(types):
+        window = size("sliding_window") if name == "sliding_attention" else None
+        apart = name == "full_attention" and fields.get("global_head_dim") is not None
+        groups.append(AttentionLayers(
+            LayerKind(_KINDS[name], clean, window=window), types.count(name), heads,
+            size("num_global_key_value_heads", default=kv_heads) if apart else kv_heads,
+            size("global_head_dim") if apart else head_dim,
+            value_matrix=not (apart and fields.get("attention_k_eq_v", True))))
+    experts = size("num_experts", "n_routed_experts", default=0)
+    # Without experts the MLP is dense; with them it exists beside them only in families that say so.
+    beside = bool(fields.get("enable_moe_block")) or not experts
+    return ModelShape(
+        tuple(groups), hidden, size("intermediate_size") if beside else 0, size("vocab_size"),
+        bool(fields.get("tie_word_embeddings", True)), experts,
+        size("num_experts_per_tok", "top_k_experts") if experts else 0,
+        size("moe_intermediate_size") if experts else 0, own_clean_pass="canvas_length" in fields)
+
+
+def _layer_types(fields: Mapping[str, Any], layers: int) -> list[str]:
+    """The kind of every layer, by the rules of transformers' configurations."""
+    types = fields.get("layer_types")
+    if types is None:
+        first = fields.get("max_window_layers", 0) if fields.get("use_sliding_window") else layers
+        return ["full_attention"] * min(first, layers) + ["sliding_attention"] * max(layers - first, 0)
+    if len(types) != layers:
+        raise ConfigError("model.shape.layer_types", f"{len(types)} entries", f"must name {layers} layers, "
+                                                                              "one entry a layer")
+    for name in types:
+        if name not in _KINDS:
+            raise ConfigError("model.shape.layer_types", name, f"must be one of {', '.join(_KINDS)}; csbp has no "
+                                                               "exchange for another kind of layer yet")
+    return list(types)
