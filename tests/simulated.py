@@ -1,0 +1,93 @@
+"""Whole models on simulated ranks: csbp's own training step, one thread a rank, no processes.
+
+Every rank has a copy of the model, unsharded; their gradients are added afterwards, as FSDP would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from exact import csbp_model, every_row, held_rows, planned_rows
+from oracle import exact_norms
+from torch import Tensor, nn
+
+from csbp.comm.loopback import LoopbackTransport, LoopbackWorld, run_threads
+from csbp.data.batch import PackedBatch
+from csbp.models.registry import get_adapter
+from csbp.parallel.runtime import Runtime
+from csbp.train.step import Noising, StepRunner
+
+
+class LoopbackRuntime(Runtime):
+    """A simulated rank's place in a run whose ranks all lie on the sequence axis."""
+
+    transport: LoopbackTransport
+
+    def __init__(self, transport: LoopbackTransport, scheme: str = "csbp", exchange: str = "exact") -> None:
+        none: Any = None  # nothing is sharded
+        super().__init__(rank=transport.rank, world=transport.world, local_rank=transport.rank,
+                         device=torch.device("cpu"), dp=1, csbp=transport.world, shard_mesh=none,
+                         transport=transport, run_dir=Path("unused"), scheme=scheme, exchange=exchange)
+
+    def total(self, values: Iterable[float]) -> list[float]:
+        """Sums over all ranks, in rank order."""
+        return [sum(column) for column in zip(*self.transport.gather(list(values), "a sum"), strict=True)]
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value."""
+        return self.transport.gather(value, "a broadcast")[0]
+
+
+@dataclass(frozen=True)
+class SimulatedShare:
+    """What one rank has after a step; all as in ``exact.Share``, and the gradients are its own part of the sum.
+
+    Attributes:
+        counts: for each micro-batch, bool by row: the row's loss counts here.
+    """
+
+    loss: float
+    terms: dict[str, float]
+    supervised: int
+    grads: dict[str, Tensor]
+    rows: list[np.ndarray]
+    counts: list[np.ndarray]
+    logits: list[Tensor]
+    asked: int
+    sent_rows: dict[str, int]
+    sent_bytes: dict[str, int]
+    planned_rows: dict[str, int]
+
+
+def step_on_threads(world: int, packs: Sequence[PackedBatch], how: Noising, scheme: str = "csbp",
+                    exchange: str = "exact", model: Callable[[], nn.Module] = csbp_model) -> list[SimulatedShare]:
+    """One step without the update, on ``world`` simulated ranks; their shares by rank."""
+    adapter = get_adapter("qwen3")
+
+    def work(transport: LoopbackTransport) -> SimulatedShare:
+        own = model()
+        runner = StepRunner(own, adapter, LoopbackRuntime(transport, scheme, exchange), "reference")
+        works = runner.prepare(packs, how, step=0)
+        result = runner.run(works, train=True)
+        sent_rows, sent_bytes = dict(transport.sent_rows), dict(transport.sent_bytes)
+        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in own.named_parameters()}
+        logits = [every_row(adapter, own, one) for one in works]
+        plans = [one.plan.rank_plan.rows for one in works]
+        return SimulatedShare(
+            result.loss, result.terms, result.supervised, grads, [held_rows(one) for one in works],
+            [np.concatenate([rows.answers, rows.noised >= 0]) for rows in plans], logits,
+            sum(len(one.batch.loss_rows) for one in works), sent_rows, sent_bytes,
+            planned_rows(works, len(adapter.units(own))))
+
+    with exact_norms():  # patches the class, so once for all threads
+        return run_threads(LoopbackWorld(world), work)
+
+
+def summed_grads(shares: Sequence[SimulatedShare]) -> dict[str, Tensor]:
+    """The gradients of the whole, in rank order."""
+    return {name: torch.stack([share.grads[name] for share in shares]).sum(0) for name in shares[0].grads}
