@@ -1,10 +1,16 @@
 """Who owns which rows: one deterministic map from rows of a pack to ranks.
 
 A *unit* is what is never cut: a grid cell of clean rows with the target block over the same text, or a block
-that covers no text (an anchor, an EOS fill). The units of a document, in order of prefix length, are cut
-into an even number of contiguous runs and run i is paired with run n-1-i, so that a rank holds an early
-(cheap) and a late (dear) part of the document. The pairs of all documents then go to ranks by
-longest processing time. Costs are exact integers, ties go to the lower number.
+that covers no text (an anchor, an EOS fill). Three steps, each cutting no more than balance needs:
+
+1. The units of a long document, in order of prefix length, are cut into an even number of contiguous runs and
+   run i goes together with run n-1-i, so that a rank holds an early (cheap) and a late (dear) part. Short
+   documents stay whole, very short neighbours stay together.
+2. These items go to ranks by longest processing time, under a cap on rows (memory).
+3. Runs are moved from the fullest rank to emptier ones, swapped, and cut only where that does not suffice,
+   until the fullest rank is within ``CLOSE`` of the lower bound or nothing improves.
+
+Costs are exact integers, ties go to the lower number, nothing depends on the rank that asks.
 """
 
 from __future__ import annotations
@@ -14,15 +20,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from csbp.plan.balance import lower_bound, rebalance
 from csbp.plan.geometry import Geometry, LayerKind
-from csbp.plan.ranges import clean_ranges, document_of_rows, noised_ranges
+from csbp.plan.ranges import clean_pairs, index_of, noised_pairs
 
-# A token-wise row (projections, MLP) weighs as much as this many attended pairs. For the dense models that
-# csbp is made for, a row's linear layers cost about as much as attention over a few thousand keys.
+# A token-wise row (projections, MLP) weighs as much as this many attended pairs in every layer where it is a query.
+# For the dense models that csbp is made for, a row's linear layers cost about as much as attention over a few
+# thousand keys.
 PAIRS_PER_ROW = 4096
+# A clean row that is never a query still has its keys and values computed.
+PAIRS_PER_KEY_ROW = 512
 # A document is cut into at most this many pairs per rank's fair share of the pack, so that short
 # documents stay whole and long ones spread over every rank.
 PAIRS_PER_SHARE = 4
+# Neighbouring whole documents form one item up to about this part of a rank's fair share.
+GRAINS_PER_SHARE = 32
+# No rank gets more than this multiple of the mean of clean and noised rows (or than the mean and one unit more,
+# where units are large).
+ROWS_CAP = 1.25
 
 
 @dataclass(frozen=True)
@@ -34,80 +49,157 @@ class Ownership:
 
 
 @dataclass(frozen=True)
-class _Units:
+class Units:
+    """The U units of a pack, by document and then prefix. All int64 [U].
+
+    Attributes:
+        document: of the unit.
+        cost: attended pairs of all kinds, each times its weight, and token-wise rows, in pairs.
+        rows: clean and noised rows.
+        cell: the unit's cell, -1 for a block without text.
+        block: that block, -1 for a cell.
+    """
+
     document: np.ndarray
-    prefix: np.ndarray
     cost: np.ndarray
+    rows: np.ndarray
     cell: np.ndarray
     block: np.ndarray
 
 
-def _sum_by(index: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    out = np.zeros(size, np.int64)
-    np.add.at(out, index, values)
-    return out
+def row_costs(kinds: tuple[LayerKind, ...], weights: tuple[int, ...]) -> tuple[int, int]:
+    """Cost of one clean and of one noised row apart from attention, over all layers, in pairs."""
+    asked = zip(kinds, weights, strict=True)
+    clean, noised = (sum(w for kind, w in zip(kinds, weights, strict=True) if has(kind)) for has in
+                     (lambda kind: kind.clean != "absent", lambda kind: kind.noised))
+    keys = sum(w for _, w in asked)
+    return PAIRS_PER_ROW * clean if clean else PAIRS_PER_KEY_ROW * keys, PAIRS_PER_ROW * noised
 
 
-def _units(geometry: Geometry, kinds: tuple[LayerKind, ...]) -> _Units:
-    cells, blocks = len(geometry.cell_starts) - 1, geometry.num_blocks
-    cell_rows, block_rows = np.diff(geometry.cell_starts), np.diff(geometry.block_starts)
-    cell_of_row = np.repeat(np.arange(cells), cell_rows)
-    block_of_row = np.repeat(np.arange(blocks), block_rows)
-    cell_cost, block_cost = cell_rows * PAIRS_PER_ROW, block_rows * PAIRS_PER_ROW
-    for kind in kinds:
-        if kind.clean != "absent":
-            cell_cost = cell_cost + _sum_by(cell_of_row, clean_ranges(geometry, kind).pairs, cells)
-        if kind.noised:
-            block_cost = block_cost + _sum_by(block_of_row, noised_ranges(geometry, kind).pairs, blocks)
-    loose = np.flatnonzero(geometry.block_cell < 0)
+def make_units(geometry: Geometry, kinds: tuple[LayerKind, ...], weights: tuple[int, ...] | None = None) -> Units:
+    """The units of a pack.
+
+    Args:
+        geometry: the pack.
+        kinds: of the model's attention layers.
+        weights: how many layers there are of each kind; 1 each by default.
+    """
+    weights = weights or (1,) * len(kinds)
+    cell_edges, block_edges = geometry.cell_starts, geometry.block_starts
+    cells = len(cell_edges) - 1
+    cell_rows, block_rows = np.diff(cell_edges), np.diff(block_edges)
+    per_clean, per_noised = row_costs(kinds, weights)
+    cell_cost, block_cost = cell_rows * per_clean, block_rows * per_noised
+    for kind, weight in zip(kinds, weights, strict=True):
+        cell_cost = cell_cost + weight * clean_pairs(geometry, kind, cell_edges[:-1], cell_edges[1:])
+        block_cost = block_cost + weight * noised_pairs(geometry, kind, block_edges[:-1], block_edges[1:])
     over = np.flatnonzero(geometry.block_cell >= 0)
-    cost = cell_cost + _sum_by(geometry.block_cell[over], block_cost[over], cells)
-    cell_document = (document_of_rows(geometry)[geometry.cell_starts[:-1]] if cells
-                     else np.zeros(0, np.int64))
-    return _Units(
-        document=np.concatenate([cell_document, geometry.block_document[loose]]),
-        prefix=np.concatenate([geometry.cell_starts[:-1], geometry.block_prefix_end[loose]]),
-        cost=np.concatenate([cost, block_cost[loose]]),
-        cell=np.concatenate([np.arange(cells), np.full(len(loose), -1)]),
-        block=np.concatenate([np.full(cells, -1), loose]),
-    )
+    loose = np.flatnonzero(geometry.block_cell < 0)
+    np.add.at(cell_cost, geometry.block_cell[over], block_cost[over])
+    np.add.at(cell_rows, geometry.block_cell[over], block_rows[over])
+    document = np.concatenate([index_of(geometry.document_starts, cell_edges[:-1]), geometry.block_document[loose]])
+    prefix = np.concatenate([cell_edges[:-1], geometry.block_prefix_end[loose]])
+    order = np.lexsort((np.arange(len(prefix)), prefix, document))
+    return Units(document[order], np.concatenate([cell_cost, block_cost[loose]])[order],
+                 np.concatenate([cell_rows, block_rows[loose]])[order],
+                 np.concatenate([np.arange(cells), np.full(len(loose), -1)])[order],
+                 np.concatenate([np.full(cells, -1), loose])[order])
 
 
-def _pairs(costs: np.ndarray, share: int, world: int) -> list[np.ndarray]:
-    """Cut one document's units (in prefix order) into pairs of an early and a late run."""
-    count = len(costs)
-    wanted = -(-int(costs.sum()) * PAIRS_PER_SHARE // max(share, 1)) if world > 1 else 1
-    pairs = max(1, min(wanted, world, (count + 1) // 2))
-    bounds = np.linspace(0, count, 2 * pairs + 1).astype(np.int64)
-    runs = [np.arange(bounds[i], bounds[i + 1]) for i in range(2 * pairs)]
-    return [np.concatenate([runs[i], runs[-1 - i]]) for i in range(pairs)]
+def _items(units: Units, world: int) -> list[np.ndarray]:
+    """What is dealt out first: pairs of runs of long documents, and short documents, whole; unit numbers each."""
+    edges = np.flatnonzero(np.diff(units.document, prepend=-1))
+    last = np.append(edges[1:], len(units.cost))
+    costs = np.add.reduceat(units.cost, edges)
+    share = max(-(-int(units.cost.sum()) // world), 1)
+    wanted = np.minimum(np.minimum(-(-costs * PAIRS_PER_SHARE // share), world), (last - edges + 1) // 2)
+    whole = wanted <= 1
+    # Whole neighbours within one grain of the running cost make one item.
+    grain = np.cumsum(np.where(whole, costs, 0)) * GRAINS_PER_SHARE // share
+    opens = np.flatnonzero(~whole | np.append(True, ~whole[:-1]) | (np.diff(grain, prepend=-1) > 0))
+    items = []
+    for first, after in zip(opens, np.append(opens[1:], len(edges)), strict=True):
+        if whole[first]:
+            items.append(np.arange(edges[first], last[after - 1]))
+            continue
+        bounds = np.linspace(edges[first], last[first], 2 * int(wanted[first]) + 1).astype(np.int64)
+        runs = [np.arange(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        items += [np.concatenate([runs[i], runs[-1 - i]]) for i in range(int(wanted[first]))]
+    return items
 
 
-def assign_owners(geometry: Geometry, kinds: tuple[LayerKind, ...], world: int) -> Ownership:
+def _deal(items: list[np.ndarray], units: Units, world: int, cap: int) -> np.ndarray:
+    """Longest processing time: the dearest item goes to the least loaded rank that has room for its rows.
+
+    An item for which no rank has room is dealt unit by unit; one unit always finds room, because ``cap`` is at
+    least the mean and one unit more.
+    """
+    owner = np.zeros(len(units.cost), np.int64)
+    queue = [(-int(units.cost[item].sum()), index, item) for index, item in enumerate(items)]
+    heapq.heapify(queue)
+    loads, room = [(0, rank) for rank in range(world)], [cap] * world
+    serial = len(items)
+    while queue:
+        negative_cost, _, item = heapq.heappop(queue)
+        rows, full = int(units.rows[item].sum()), []
+        while loads and room[loads[0][1]] < rows:
+            full.append(heapq.heappop(loads))
+        if loads:
+            load, rank = heapq.heappop(loads)
+            owner[item] = rank
+            room[rank] -= rows
+            heapq.heappush(loads, (load - negative_cost, rank))
+        else:
+            for unit in item:
+                heapq.heappush(queue, (-int(units.cost[unit]), serial, np.array([unit])))
+                serial += 1
+        for entry in full:
+            heapq.heappush(loads, entry)
+    return owner
+
+
+def rows_cap(units: Units, world: int, multiple: float = ROWS_CAP) -> int:
+    """Most rows that a rank may get."""
+    total, largest = int(units.rows.sum()), int(units.rows.max(initial=0))
+    return max(int(multiple * total / world), -(-total // world) + largest)
+
+
+def assign_units(units: Units, world: int, cap: int) -> np.ndarray:
+    """int64 [U], each unit's rank."""
+    if world == 1 or len(units.cost) == 0:
+        return np.zeros(len(units.cost), np.int64)
+    bound = lower_bound(units.cost, world)
+    best, fullest = np.zeros(0, np.int64), 0
+    # Single units are dealt only where runs do not come close, which takes few and large units.
+    for items in (lambda: _items(units, world), lambda: list(np.arange(len(units.cost))[:, None])):
+        owner = rebalance(_deal(items(), units, world, cap), units.document, units.cost, units.rows, world, cap)
+        load = int(np.bincount(owner, units.cost, world).max())
+        if not len(best) or load < fullest:
+            best, fullest = owner, load
+        if fullest * 20 <= bound * 21:
+            break
+    return best
+
+
+def assign_owners(geometry: Geometry, kinds: tuple[LayerKind, ...], world: int,
+                  weights: tuple[int, ...] | None = None) -> Ownership:
     """Give every cell and block of a pack to one of ``world`` ranks.
 
     Any pack is legal: empty ones, fewer units than ranks (some ranks then own nothing), ragged cells.
+
+    Args:
+        geometry: the pack.
+        kinds: of the model's attention layers.
+        world: number of ranks.
+        weights: how many layers there are of each kind; 1 each by default.
     """
-    units = _units(geometry, kinds)
-    owner = np.zeros(len(units.cost), np.int64)
-    if world > 1 and len(owner):
-        order = np.lexsort((np.arange(len(owner)), units.prefix, units.document))
-        share = -(-int(units.cost.sum()) // world)
-        items: list[tuple[int, int, np.ndarray]] = []
-        edges = np.flatnonzero(np.diff(units.document[order])) + 1
-        for members in np.split(order, edges):
-            for pair in _pairs(units.cost[members], share, world):
-                chosen = members[pair]
-                items.append((-int(units.cost[chosen].sum()), len(items), chosen))
-        loads = [(0, rank) for rank in range(world)]
-        for negative_cost, _, chosen in sorted(items, key=lambda item: item[:2]):
-            load, rank = heapq.heappop(loads)
-            owner[chosen] = rank
-            heapq.heappush(loads, (load - negative_cost, rank))
-    cells = len(geometry.cell_starts) - 1
-    cell_rank = owner[:cells]
+    units = make_units(geometry, kinds, weights)
+    owner = assign_units(units, world, rows_cap(units, world))
+    cell_rank = np.zeros(len(geometry.cell_starts) - 1, np.int64)
     block_rank = np.zeros(geometry.num_blocks, np.int64)
+    in_cell = units.cell >= 0
+    cell_rank[units.cell[in_cell]] = owner[in_cell]
+    block_rank[units.block[~in_cell]] = owner[~in_cell]
     over = geometry.block_cell >= 0
     block_rank[over] = cell_rank[geometry.block_cell[over]]
-    block_rank[units.block[cells:]] = owner[cells:]
     return Ownership(cell_rank, block_rank)

@@ -46,24 +46,25 @@ def join(first: RowRanges, second: RowRanges) -> RowRanges:
                      np.concatenate([first.block_end, second.block_end]))
 
 
-def document_of_rows(geometry: Geometry) -> np.ndarray:
-    """int64 [T], the document of each clean row."""
-    lengths = np.diff(geometry.document_starts)
-    return np.repeat(np.arange(len(lengths)), lengths)
+def index_of(starts: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """int64 [R], which of the adjoining ranges that begin at ``starts`` each row lies in."""
+    return np.searchsorted(starts, rows, "right") - 1
 
 
-def clean_ranges(geometry: Geometry, kind: LayerKind) -> RowRanges:
-    """Ranges of the T clean query rows; none of them sees a noised row.
+def clean_ranges(geometry: Geometry, kind: LayerKind, rows: np.ndarray | None = None) -> RowRanges:
+    """Ranges of clean query rows, all T by default; none of them sees a noised row.
+
+    Within a cell ``prefix_start`` and ``prefix_end`` never fall from row to row.
 
     Raises:
         ValueError: for a kind without clean queries or with an unknown clean stream.
     """
-    row = np.arange(geometry.num_clean)
-    start = geometry.document_starts[:-1][document_of_rows(geometry)]
+    row = np.arange(geometry.num_clean) if rows is None else rows
+    start = geometry.document_starts[index_of(geometry.document_starts, row)]
     if kind.clean == "token_causal":
         end = row + 1
     elif kind.clean == "block_causal":
-        end = np.repeat(geometry.cell_starts[1:], np.diff(geometry.cell_starts))
+        end = geometry.cell_starts[index_of(geometry.cell_starts, row) + 1]
     else:
         raise ValueError(f"layer kind {kind.name!r}: clean={kind.clean!r} has no clean query rows")
     if kind.window is not None:
@@ -72,27 +73,59 @@ def clean_ranges(geometry: Geometry, kind: LayerKind) -> RowRanges:
     return RowRanges(start, end, none, none)
 
 
-def noised_ranges(geometry: Geometry, kind: LayerKind) -> RowRanges:
-    """Ranges of the M noised query rows: their document's clean prefix and their own block."""
-    rows_of_block = np.diff(geometry.block_starts)
-    block = np.repeat(np.arange(geometry.num_blocks), rows_of_block)
-    row = np.arange(geometry.num_noised)
-    slot = row - geometry.block_starts[:-1][block]
-    start = geometry.document_starts[:-1][geometry.block_document[block]]
+def noised_ranges(geometry: Geometry, kind: LayerKind, rows: np.ndarray | None = None) -> RowRanges:
+    """Ranges of noised query rows, all M by default: their document's clean prefix and their own block.
+
+    Within a block no bound ever falls from row to row.
+    """
+    row = np.arange(geometry.num_noised) if rows is None else rows
+    block = index_of(geometry.block_starts, row)
+    own_start = geometry.block_starts[block]
+    start = geometry.document_starts[geometry.block_document[block]]
     end = geometry.block_prefix_end[block]
     if kind.window is not None:
         # The window counts back from the block's first row, or from the row itself. A row in slot k
         # stands at text position prefix_end + k whether or not that text exists in the clean stream.
-        reach = end + (slot if kind.window_anchor == "row" else 0)
+        reach = end + (row - own_start if kind.window_anchor == "row" else 0)
         start = np.minimum(np.maximum(start, reach - kind.window + 1), end)
-    own_end = geometry.block_starts[1:][block] if kind.in_block == "bidirectional" else row + 1
-    return RowRanges(start, end, geometry.block_starts[:-1][block], own_end)
+    own_end = geometry.block_starts[block + 1] if kind.in_block == "bidirectional" else row + 1
+    return RowRanges(start, end, own_start, own_end)
 
 
-def covered(starts: np.ndarray, ends: np.ndarray, size: int) -> np.ndarray:
-    """bool [size], True where any of the half-open ranges lies."""
-    live = ends > starts
-    edges = np.zeros(size + 1, np.int64)
-    np.add.at(edges, starts[live], 1)
-    np.add.at(edges, ends[live], -1)
-    return np.cumsum(edges[:-1]) > 0
+def _sum_at_least(first: np.ndarray, count: np.ndarray, floor: np.ndarray) -> np.ndarray:
+    """Sum of max(floor, first + i) over i < count."""
+    low = np.clip(floor - first, 0, count)
+    rest = count - low
+    return low * floor + rest * (first + low) + rest * (rest - 1) // 2
+
+
+def clean_pairs(geometry: Geometry, kind: LayerKind, start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """int64, keys seen by the clean rows [start, end) together, each range within one cell; in closed form."""
+    if kind.clean == "absent":
+        return np.zeros_like(start)
+    rows, document = end - start, geometry.document_starts[index_of(geometry.document_starts, start)]
+    if kind.clean == "token_causal":
+        ends = rows * (start + 1) + rows * (rows - 1) // 2
+    else:
+        ends = rows * geometry.cell_starts[np.minimum(index_of(geometry.cell_starts, start) + 1,
+                                                      len(geometry.cell_starts) - 1)]
+    starts = rows * document if kind.window is None else _sum_at_least(start - kind.window + 1, rows, document)
+    return ends - starts
+
+
+def noised_pairs(geometry: Geometry, kind: LayerKind, start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """int64, keys seen by the noised rows [start, end) together, each range within one block; in closed form."""
+    if not kind.noised or geometry.num_blocks == 0:
+        return np.zeros_like(start)
+    block = np.minimum(index_of(geometry.block_starts, start), geometry.num_blocks - 1)
+    rows, slot = end - start, start - geometry.block_starts[block]
+    document, prefix_end = geometry.document_starts[geometry.block_document[block]], geometry.block_prefix_end[block]
+    prefix = rows * (prefix_end - document)
+    if kind.window is not None and kind.window_anchor == "block":
+        prefix = rows * np.minimum(prefix_end - document, kind.window - 1)
+    elif kind.window is not None:
+        near = np.clip(kind.window - slot, 0, rows)  # further slots see no clean row at all
+        prefix = near * prefix_end - _sum_at_least(prefix_end + slot - kind.window + 1, near, document)
+    if kind.in_block == "bidirectional":
+        return prefix + rows * (geometry.block_starts[block + 1] - geometry.block_starts[block])
+    return prefix + rows * (slot + 1) + rows * (rows - 1) // 2

@@ -11,7 +11,7 @@ from packs import anchor_geometry, make_layout, make_pack
 from csbp.plan.geometry import Geometry, LayerKind
 from csbp.plan.ownership import assign_owners
 from csbp.plan.plan import RankPlan, plan_rank
-from csbp.plan.ranges import clean_ranges, covered, noised_ranges
+from csbp.plan.ranges import clean_ranges, noised_ranges
 
 KINDS = (LayerKind(), LayerKind("near", window=7), LayerKind("causal", clean="token_causal"),
          LayerKind("noised", clean="absent", window=9, window_anchor="row", in_block="causal"))
@@ -121,8 +121,3 @@ def test_plans_repeat() -> None:
     geometry = make_layout(make_pack([37, 5, 90, 1]), 8).geometry
     first, again = (plan_rank(geometry, KINDS, 3, 1) for _ in range(2))
     assert repr(first) == repr(again)
-
-
-def test_covered() -> None:
-    found = covered(np.array([1, 5, 4, 9]), np.array([3, 5, 6, 2]), 8)
-    assert list(np.flatnonzero(found)) == [1, 2, 4, 5]

@@ -1,0 +1,189 @@
+"""Seconds and bytes that a plan will take, before a device is rented.
+
+A prediction, made of exact counts (rows, pairs, rows that travel) and a few measured rates. Left out: the traffic of
+FSDP, which hides behind long packs, kernel launches, and how kernels slow down at rare head sizes.
+
+N ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from csbp.plan.counts import PlanCounts
+from csbp.plan.shapes import BACKWARD_PAIRS, AttentionLayers, ModelShape
+
+# Beside the inputs and outputs of its matrices, a layer keeps norms, rotated queries and keys and the activation
+# function for its backward; about half as much again.
+_BESIDE_LINEAR = 1.5
+_LOGIT_COPIES = 3  # float32: the logits, their softmax, their gradient
+_MASTER = 4  # bytes of a float32 number: weights, gradients, and twice for AdamW
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank computes on, as measured.
+
+    Attributes:
+        peak: FLOP/s that utilisation is measured against.
+        attention, linear: FLOP/s reached by attention (forward and backward) and by matrix products.
+        memory: usable bytes.
+        near_link, far_link: bytes/s that a rank receives inside a node and between nodes.
+        node: ranks of one node.
+    """
+
+    peak: float
+    attention: float
+    linear: float
+    memory: float
+    near_link: float
+    far_link: float
+    node: int
+
+
+DEVICES = {
+    # 141 GB, of which the driver, the kernels and fragments of the allocator take some.
+    "h200": Device(989e12, 575e12, 650e12, 0.94 * 141e9, 350e9, 42e9, 8),
+    "cpu": Device(50e9, 50e9, 50e9, float("inf"), 5e9, 1e9, 1 << 30),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run computes.
+
+    Attributes:
+        world: all ranks of the run; weights are sharded over them.
+        checkpointing: "none", "full" or "attention", as ``parallel.checkpointing``.
+        itemsize: bytes of a number in the compute dtype, which is also what travels.
+        logit_rows: rows whose logits exist at once; None: all that a rank has.
+    """
+
+    world: int
+    checkpointing: str
+    itemsize: int
+    logit_rows: int | None = None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of each rank; the first three are the same everywhere.
+
+    Attributes:
+        weights, gradients, optimizer: float32 shards.
+        gathered: the layer being computed and the next one, embedding and head, whole.
+        activations: float64 [N], kept for the backward, and one layer that is computed again.
+        keys: float64 [N], received keys and values of one layer and their gradients.
+        logits: float64 [N].
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    activations: np.ndarray
+    keys: np.ndarray
+    logits: np.ndarray
+
+    @property
+    def total(self) -> np.ndarray:
+        """float64 [N]. Logits and received keys are never there together."""
+        fixed = self.weights + self.gradients + self.optimizer + self.gathered
+        return fixed + self.activations + np.maximum(self.keys, self.logits)
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one pack, forward and backward. float64 [N] each.
+
+    Attributes:
+        attention, linear: busy time, recomputed layers included; ``linear`` holds the head.
+        exposed: waiting for keys and gradients that travel longer than there is something to compute meanwhile.
+    """
+
+    attention: np.ndarray
+    linear: np.ndarray
+    exposed: np.ndarray
+
+    @property
+    def busy(self) -> np.ndarray:
+        """Computing, float64 [N]."""
+        return self.attention + self.linear
+
+    @property
+    def step(self) -> float:
+        """Until the last rank is done."""
+        return float((self.busy + self.exposed).max())
+
+
+def key_trips(checkpointing: str) -> int:
+    """How often keys and values travel in one step: for the forward and, since only shards are kept, again for
+    the backward. Full checkpointing runs the forward twice."""
+    return 3 if checkpointing == "full" else 2
+
+
+def predict_seconds(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray, device: Device,
+                    settings: Settings) -> Seconds:
+    """Time of one pack on each rank.
+
+    In the forward what travels hides behind attention over the keys that are here. In the backward the keys are
+    waited for; gradients then travel home behind the local part.
+
+    Args:
+        loss_rows: [N], rows whose logits each rank needs.
+    """
+    policy = settings.checkpointing
+    runs_attention = 1 + (policy == "full") + BACKWARD_PAIRS
+    runs_linear = 3 + (policy != "none")
+    link = device.near_link if len(counts.clean) <= device.node else device.far_link
+    attention, exposed = np.zeros(len(counts.clean)), np.zeros(len(counts.clean))
+    for part in shape.attention:
+        kind = counts.kinds[part.kind.name]
+        forward = kind.pairs * part.pair_flops / device.attention
+        attention += part.count * forward * runs_attention
+        # Own rows are assumed to be as popular as received ones.
+        here = forward * (counts.rows / np.maximum(counts.rows + kind.received, 1))
+        row_bytes = part.row_elements * settings.itemsize
+        keys, gradients = kind.received * row_bytes / link, kind.sent * row_bytes / link
+        trips = key_trips(policy)
+        exposed += part.count * ((trips - 1) * np.maximum(keys - here, 0) + keys
+                                 + np.maximum(gradients - BACKWARD_PAIRS * here, 0))
+    linear = counts.rows * shape.row_flops * runs_linear + loss_rows * shape.logit_flops * 3
+    return Seconds(attention, linear / device.linear, exposed)
+
+
+def predict_memory(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray, settings: Settings) -> Memory:
+    """Peak bytes of each rank, with AdamW and every parameter sharded over all ranks (FSDP2)."""
+    item = settings.itemsize
+    shard = -(-shape.parameters // settings.world)
+    ends = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden
+    gathered = item * (ends + 2 * shape.largest_layer) if settings.world > 1 or item != _MASTER else 0
+    kept = sum(part.count * _kept(shape, part, settings) for part in shape.attention)
+    again = 0.0
+    if settings.checkpointing != "none":
+        again = max(_BESIDE_LINEAR * shape.row_width(part) * item for part in shape.attention)
+    # Received rows as they came and in order, their gradients in float32 and as they leave.
+    far = np.stack([counts.kinds[part.kind.name].received * part.row_elements * (3 * item + _MASTER)
+                    for part in shape.attention]).max(0)
+    rows = loss_rows if settings.logit_rows is None else np.minimum(loss_rows, settings.logit_rows)
+    return Memory(
+        weights=_MASTER * shard, gradients=_MASTER * shard, optimizer=2 * _MASTER * shard, gathered=gathered,
+        activations=counts.rows * (kept + again), keys=far.astype(float),
+        logits=rows * float(shape.vocabulary * (item + _MASTER * _LOGIT_COPIES)))
+
+
+def _kept(shape: ModelShape, part: AttentionLayers, settings: Settings) -> float:
+    """Bytes that one layer keeps for one row."""
+    item = settings.itemsize
+    if settings.checkpointing == "none":
+        return _BESIDE_LINEAR * shape.row_width(part) * item
+    if settings.checkpointing == "full":
+        return shape.hidden * item
+    return (shape.hidden + part.heads * part.head_dim) * item + part.heads * _MASTER
+
+
+def lower_bound(cost: np.ndarray, largest: float) -> float:
+    """No division of the work is faster than this: the mean, or the dearest block, which is never cut."""
+    return max(float(cost.mean()), largest)
