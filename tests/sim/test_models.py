@@ -21,11 +21,12 @@ PACKS = {
                                           denominator="supervised")),
     "shifted": ([make_pack([19, 6])], noising(3, clean_stream="token_causal", label_shift=True)),
     "one block": ([make_pack([4])], noising(4)),
+    "one supervised token": ([make_pack([9, 14, 5], targets=[[], [11], []])], noising(4, t_min=1.0)),
 }
 WAYS = [("csbp", "exact"), ("csbp", "all_gather"), ("context", "exact"), ("context", "all_gather"),
         ("block", "exact")]
 SAMPLE = {("odd lengths", 8), ("odd lengths", 3), ("two packs, next token too", 4), ("shifted", 5), ("one block", 6),
-          ("shifted", 1)}
+          ("shifted", 1), ("one supervised token", 7)}
 
 
 @functools.cache
@@ -56,6 +57,8 @@ def check(shares: list[SimulatedShare], answer: Answer) -> None:
 def test_a_step_on_simulated_ranks_is_the_oracles(case: str, world: int, scheme: str, exchange: str) -> None:
     shares = step_on_threads(world, *PACKS[case], scheme, exchange)
     check(shares, answer_to(case))
+    if case == "one supervised token":
+        assert sorted(share.asked for share in shares) == [0] * (world - 1) + [1] and answer_to(case).loss > 0
     row_bytes = 2 * 2 * 8 * 8  # K and V, two key/value heads of 8 channels, float64
     for share in shares:
         sent = {label: rows for label, rows in share.sent_rows.items() if rows}
