@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,6 +36,13 @@ def experiments() -> dict[str, str]:
 def families() -> list[str]:
     """Names of the model families."""
     return sorted(path.parent.name for path in package_dir("csbp.models").glob("*/adapter.py"))
+
+
+def planned_families() -> list[str]:
+    """Names of the families that a file of ``conf/model`` gives shapes of but that cannot be trained yet."""
+    texts = (path.read_text(encoding="utf-8") for path in (conf_dir() / "model").glob("*.yaml"))
+    named = {match[1] for text in texts if (match := re.search(r"^family: (\w+)", text, re.MULTILINE))}
+    return sorted(named - set(families()))
 
 
 def builtin_models(family: str) -> list[str]:

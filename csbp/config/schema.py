@@ -43,7 +43,8 @@ class ModelConfig:
     path: str = option("", "Hugging Face folder, run folder, name on the hub, or 'builtin:NAME', shipped with csbp")
     init: str = option("pretrained", "start from the weights at path, or from random ones of that shape",
                        choices=("pretrained", "random"))
-    shape: dict[str, Any] = option({}, "fields of the family's config, over those at path (init=random)")
+    shape: dict[str, Any] = option({}, "fields of the family's config, over those at path (init=random); with "
+                                   "pretrained weights from the hub: what csbp plan goes by before they are here")
     mask_token_id: int | None = option(None, "id of [MASK]; null: the first id past the tokenizer's last",
                                        low=0)
 
@@ -90,6 +91,7 @@ class DataConfig:
     shuffle: bool = option(True, "order the samples anew each epoch")
     pack_window: int = option(512, "samples looked at together when filling packs", low=1)
     cache_dir: str = option("~/.cache/csbp", "where tokenized corpora are kept")
+    document_lengths: str = option("", "csbp plan: file with the tokens of one document a line; empty: one document")
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,15 @@ class ObserveConfig:
 
 
 @dataclass(frozen=True)
+class PlanConfig:
+    """What ``csbp plan`` assumes (docs/planning.md); training does not read it."""
+
+    device: str = option("auto", "what a rank computes on; auto: cpu where parallel.device=cpu, else h200",
+                         choices=("auto", "h200", "cpu"))
+    logit_rows: int | None = option(None, "rows of a rank whose logits exist at once; null: all", low=1)
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One run. ``experiment=NAME`` picks a file of ``conf/experiment`` that sets all of it."""
 
@@ -191,6 +202,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from csbp.config.fields import Field, fields_of, nearest_name
-from csbp.config.places import builtin_models, families, recipes
+from csbp.config.places import builtin_models, families, planned_families, recipes
 from csbp.config.schema import GenerateConfig, RunConfig, SourceConfig
 from csbp.errors import ConfigError
 
@@ -38,6 +38,20 @@ def validate_run(config: RunConfig) -> None:
     _check_objective(config)
     _check_numbers(config)
     _check_data(config)
+
+
+def validate_plan(config: RunConfig) -> None:
+    """Refuse a ``csbp plan`` that cannot work. Its family need not be trainable and its data need not be here.
+
+    Raises:
+        ConfigError: as ``validate_run``.
+    """
+    check_bounds(config)
+    known = families() + planned_families()
+    if config.model.family not in known:
+        raise ConfigError("model.family", config.model.family, nearest_name(config.model.family, known, "families"))
+    _check_objective(config)
+    _check_numbers(config)
 
 
 def validate_generate(config: GenerateConfig) -> None:
@@ -85,11 +99,9 @@ def _values(config: Any, prefix: str) -> Iterator[tuple[Field, Any]]:
 
 
 def _check_names(config: RunConfig) -> None:
+    _check_trainable(config)
     if config.recipe not in recipes():
         raise ConfigError("recipe", config.recipe, nearest_name(config.recipe, recipes(), "recipes"))
-    if config.model.family not in families():
-        raise ConfigError("model.family", config.model.family,
-                          nearest_name(config.model.family, families(), "families"))
     for tracker in config.observe.trackers:
         if tracker not in TRACKERS:
             raise ConfigError("observe.trackers", config.observe.trackers,
@@ -103,6 +115,15 @@ def _check_names(config: RunConfig) -> None:
         raise ConfigError("resume", "auto", "say which run: run_dir=DIR")
 
 
+def _check_trainable(config: RunConfig) -> None:
+    family = config.model.family
+    if family in planned_families():
+        raise ConfigError("model.family", family, "this family can be planned (csbp plan), but not trained yet; use "
+                                                  f"{', '.join(families())}")
+    if family not in families():
+        raise ConfigError("model.family", family, nearest_name(family, families(), "families"))
+
+
 def _check_model(config: RunConfig) -> None:
     model, family = config.model, [config.model.family]
     if model.path:
@@ -112,7 +133,8 @@ def _check_model(config: RunConfig) -> None:
     elif not model.shape:
         raise ConfigError("model.shape", {}, "random weights need a shape: model.path=DIR for its config.json, "
                                              "or model.shape={hidden_size: ..., ...}")
-    if model.init == "pretrained" and model.shape:
+    if model.init == "pretrained" and model.shape and (not _HUB_NAME.fullmatch(model.path)
+                                                       or Path(model.path).is_dir()):
         raise ConfigError("model.shape", dict(model.shape), "pretrained weights have a shape; leave it out, or set "
                                                             "model.init=random")
     if config.data.tokenizer:

@@ -165,8 +165,8 @@ def model_shape(fields: Mapping[str, Any], clean: str) -> ModelShape:
             size("global_head_dim") if apart else head_dim,
             value_matrix=not (apart and fields.get("attention_k_eq_v", True))))
     experts = size("num_experts", "n_routed_experts", default=0)
-    # Without experts the MLP is dense; with them it exists beside them only in families that say so.
-    beside = bool(fields.get("enable_moe_block")) or not experts
+    # The configurations that name top_k_experts have a dense MLP beside the experts, others have it in their place.
+    beside = not experts or "top_k_experts" in fields
     return ModelShape(
         tuple(groups), hidden, size("intermediate_size") if beside else 0, size("vocab_size"),
         bool(fields.get("tie_word_embeddings", True)), experts,
