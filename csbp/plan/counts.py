@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from csbp.plan.balance import lower_bound
 from csbp.plan.geometry import Geometry, LayerKind
+from csbp.plan.ownership import make_units, row_costs
 from csbp.plan.plan import PackPlan
 from csbp.plan.ranges import clean_pairs, index_of, noised_pairs
-from csbp.plan.runs import expand
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class PlanCounts:
         answered: clean rows whose loss each rank counts; they add up to T.
         blocks: target blocks that each rank owns (of which it owns the first row).
         kinds: by name of the layer kind.
+        cost: what ownership balances: pairs of all layers, and token-wise rows in pairs.
+        bound: no ownership of whole blocks has a rank of less than this cost as its fullest.
     """
 
     clean: np.ndarray
@@ -45,6 +48,8 @@ class PlanCounts:
     answered: np.ndarray
     blocks: np.ndarray
     kinds: dict[str, KindCounts]
+    cost: np.ndarray
+    bound: int
 
     @property
     def rows(self) -> np.ndarray:
@@ -54,17 +59,23 @@ class PlanCounts:
 
 def count_plan(plan: PackPlan) -> PlanCounts:
     """Count a plan of any scheme."""
-    geometry, world, owner = plan.geometry, plan.world, plan.row_owner
-    owned = np.bincount(owner[:geometry.num_clean], minlength=world)
-    noised = np.bincount(owner[geometry.num_clean:], minlength=world)
-    first_rows = geometry.num_clean + geometry.block_starts[:-1]
-    ends = _closure_ends(plan) if plan.scheme == "block" and world > 1 else None
-    clean = owned if ends is None else (ends - geometry.document_starts[:-1]).sum(1)
+    geometry, holding, world = plan.geometry, plan.holding, plan.world
+    clean, answered, noised, blocks = (np.zeros(world, np.int64) for _ in range(4))
+    np.add.at(answered, holding.cells.owner, holding.cells.end - holding.cells.start)
+    np.add.at(noised, holding.blocks.owner, holding.blocks.end - holding.blocks.start)
+    np.add.at(blocks, holding.blocks.owner,
+              holding.blocks.start == geometry.block_starts[holding.blocks.unit])
+    clean += [int(runs.before[-1]) for runs in holding.clean_runs]
     kinds = {}
     for kind in plan.kinds:
-        moved = plan.traffic[kind.name]
-        kinds[kind.name] = KindCounts(_pairs(plan, kind, ends), moved.sum(0), moved.sum(1))
-    return PlanCounts(clean, noised, owned, np.bincount(owner[first_rows], minlength=world), kinds)
+        matrix = plan.traffic[kind.name]
+        kinds[kind.name] = KindCounts(_pairs(plan, kind), matrix.sum(0), matrix.sum(1))
+    per_clean, per_noised = row_costs(plan.kinds, plan.layers)
+    cost = clean * per_clean + noised * per_noised
+    for kind, weight in zip(plan.kinds, plan.layers, strict=True):
+        cost = cost + weight * kinds[kind.name].pairs
+    bound = lower_bound(make_units(geometry, plan.kinds, plan.layers).cost, world)
+    return PlanCounts(clean, noised, answered, blocks, kinds, cost, bound)
 
 
 def attended_pairs(geometry: Geometry, kind: LayerKind) -> int:
@@ -74,44 +85,17 @@ def attended_pairs(geometry: Geometry, kind: LayerKind) -> int:
                + noised_pairs(geometry, kind, blocks[:-1], blocks[1:]).sum())
 
 
-def _closure_ends(plan: PackPlan) -> np.ndarray:
-    """int64 [N, D], up to where each rank computes each document in the "block" scheme."""
-    geometry, owners = plan.geometry, plan.ownership
-    ends = np.tile(geometry.document_starts[:-1], (plan.world, 1))
-    prefix = geometry.block_prefix_end
-    if any(kind.clean == "block_causal" for kind in plan.kinds):  # a row sees to the end of its cell
-        prefix = geometry.cell_starts[np.searchsorted(geometry.cell_starts, prefix)]
-    document = index_of(geometry.document_starts, geometry.cell_starts[:-1])
-    np.maximum.at(ends, (owners.cell_rank, document), geometry.cell_starts[1:])
-    np.maximum.at(ends, (owners.block_rank, geometry.block_document), prefix)
-    return ends
+def _pairs(plan: PackPlan, kind: LayerKind) -> np.ndarray:
+    """int64 [N], pairs that each rank attends."""
+    geometry, holding, total = plan.geometry, plan.holding, np.zeros(plan.world, np.int64)
+    np.add.at(total, holding.blocks.owner,
+              noised_pairs(geometry, kind, holding.blocks.start, holding.blocks.end))
+    edges = geometry.cell_starts
+    before = np.concatenate([[0], np.cumsum(clean_pairs(geometry, kind, edges[:-1], edges[1:]))])
 
+    def below(rows: np.ndarray) -> np.ndarray:
+        cell = index_of(edges, rows)
+        return before[cell] + clean_pairs(geometry, kind, edges[cell], rows)
 
-def _pairs(plan: PackPlan, kind: LayerKind, closure: np.ndarray | None) -> np.ndarray:
-    """int64 [N]; sums of whole numbers in float64 are exact below 2**53, far above any pack."""
-    geometry, clean = plan.geometry, plan.geometry.num_clean
-    start, end, owner = _segments(geometry.block_starts, plan.row_owner[clean:])
-    pairs = np.bincount(owner, noised_pairs(geometry, kind, start, end), plan.world)
-    if closure is None:
-        start, end, owner = _segments(geometry.cell_starts, plan.row_owner[:clean])
-    else:
-        rank, document = np.nonzero(closure > geometry.document_starts[:-1])
-        start, end, owner = _cells_of(geometry, geometry.document_starts[document], closure[rank, document], rank)
-    return (pairs + np.bincount(owner, clean_pairs(geometry, kind, start, end), plan.world)).astype(np.int64)
-
-
-def _segments(grid: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows [start, end) within one cell or block and of one owner: (start, end, owner)."""
-    bounds = np.unique(np.concatenate([grid, np.flatnonzero(np.diff(owner)) + 1]))
-    return bounds[:-1], bounds[1:], owner[bounds[:-1]]
-
-
-def _cells_of(geometry: Geometry, start: np.ndarray, end: np.ndarray,
-              rank: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Row ranges of ranks, cut at the cells: (start, end, rank) of each piece."""
-    first = index_of(geometry.cell_starts, start)
-    count = np.searchsorted(geometry.cell_starts, end) - first
-    cell = expand(first, count)
-    piece = np.repeat(np.arange(len(start)), count)
-    return (np.maximum(geometry.cell_starts[cell], start[piece]),
-            np.minimum(geometry.cell_starts[cell + 1], end[piece]), rank[piece])
+    total += [int((below(runs.end) - below(runs.start)).sum()) for runs in holding.clean_runs]
+    return total
