@@ -26,11 +26,16 @@ All settings: docs/configuration.md. Exit code: 0 done, 2 bad configuration, 1 a
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the ``csbp`` script; leaves with the exit code."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if any(word.startswith("-") for word in rest):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if arguments.command is None:
-        _parser().print_help()
+        parser.print_help()
         sys.exit(2)
-    sys.exit(guarded(lambda: arguments.run(arguments.settings)))
+    # argparse stops collecting settings at an option; those after it are settings too.
+    arguments.settings += rest
+    sys.exit(guarded(lambda: arguments.run(arguments)))
 
 
 def guarded(call: Callable[[], int]) -> int:
@@ -62,6 +67,11 @@ def _parser() -> argparse.ArgumentParser:
          "train.steps=50")
     _add(commands, "check", _check, "check a run before it costs anything: configuration, data, devices, memory",
          f"experiments:\n{shipped}\n\n{words}\nexample:\n  csbp check experiment=quickstart")
+    plan = _add(commands, "plan", _plan, "predict time, memory, balance and bytes of a run, from shapes alone",
+                f"experiments:\n{shipped}\n\n{words}\nexample:\n  csbp plan experiment=nemotron_8b_sft parallel.nproc=16 "
+                "data.seq_len=262144")
+    plan.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    plan.add_argument("--picture", default="", metavar="FILE", help="draw who owns and reads what: FILE.svg or FILE.png")
     _add(commands, "generate", _generate, "write text with a trained model",
          "example:\n  csbp generate model=runs/first 'prompt=def add(a, b):' max_new_tokens=32\n\n"
          "All settings: docs/configuration.md")
@@ -70,45 +80,52 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, run: Callable[[list[str]], int],
-         summary: str, epilog: str) -> None:
+def _add(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str,
+         run: Callable[[argparse.Namespace], int], summary: str, epilog: str) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.",
                                  epilog=textwrap.dedent(epilog), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     parser.set_defaults(run=run)
+    return parser
 
 
-def _train(words: list[str]) -> int:
+def _train(arguments: argparse.Namespace) -> int:
     from csbp.launch import train
 
-    return train(words)
+    return train(arguments.settings)
 
 
-def _check(words: list[str]) -> int:
+def _check(arguments: argparse.Namespace) -> int:
     from csbp.config.compose import compose_run
     from csbp.config.validate import validate_run
 
-    config = compose_run(words)
+    config = compose_run(arguments.settings)
     validate_run(config)
     from csbp.check import run_check
 
     return run_check(config)
 
 
-def _generate(words: list[str]) -> int:
+def _plan(arguments: argparse.Namespace) -> int:
+    from csbp.plan_cli import run_plan
+
+    return run_plan(arguments.settings, json_only=arguments.json, picture=arguments.picture)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
     from csbp.config.compose import compose_generate
     from csbp.config.validate import validate_generate
 
-    config = compose_generate(words)
+    config = compose_generate(arguments.settings)
     validate_generate(config)
     from csbp.generate import run_generate
 
     return run_generate(config)
 
 
-def _export(words: list[str]) -> int:
+def _export(arguments: argparse.Namespace) -> int:
     given = {}
-    for word in words:
+    for word in arguments.settings:
         key, equals, value = word.partition("=")
         if key not in ("run_dir", "out") or not value:
             raise ConfigError(key, value, nearest_name(key, ["run_dir", "out"], "settings") if equals and value

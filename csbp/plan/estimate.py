@@ -182,8 +182,3 @@ def _kept(shape: ModelShape, part: AttentionLayers, settings: Settings) -> float
     if settings.checkpointing == "full":
         return shape.hidden * item
     return (shape.hidden + part.heads * part.head_dim) * item + part.heads * _MASTER
-
-
-def lower_bound(cost: np.ndarray, largest: float) -> float:
-    """No division of the work is faster than this: the mean, or the dearest block, which is never cut."""
-    return max(float(cost.mean()), largest)

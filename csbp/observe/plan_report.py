@@ -1,0 +1,217 @@
+"""What ``csbp plan`` prints: a table of ranks, the alternatives, words; or one JSON object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from csbp.observe.accounting import block_over_csbp, exact_bytes, formula_bytes, model_flops, utilisation
+from csbp.plan.counts import attended_pairs, count_plan
+from csbp.plan.estimate import Device, Settings
+from csbp.plan.forecast import Case, Forecast, contiguous, layer_pairs, max_over_mean_pairs
+
+_GIB = 2**30
+_PIPED_WIDTH = 120
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """A run's forecast, and those of the other ways of training it.
+
+    Attributes:
+        experiment: its name.
+        device_name, device: what a rank computes on.
+        case, settings: what is trained and how.
+        kind: the run's ``parallel.kind``.
+        found: kind -> forecast; holds ``kind``.
+        packs_per_step: of the run.
+    """
+
+    experiment: str
+    device_name: str
+    device: Device
+    case: Case
+    settings: Settings
+    kind: str
+    found: dict[str, Forecast]
+    packs_per_step: int
+
+    @property
+    def chosen(self) -> Forecast:
+        """The run's own."""
+        return self.found[self.kind]
+
+    def step_seconds(self, forecast: Forecast) -> float:
+        """One optimizer step: replicas take their packs in rounds."""
+        return -(-self.packs_per_step // forecast.replicas) * forecast.seconds.step
+
+    def received(self, forecast: Forecast) -> np.ndarray:
+        """Bytes into each rank for one pack, float64 [N]."""
+        parts = exact_bytes(self.case.shape, forecast.counts, checkpointing=self.settings.checkpointing,
+                            itemsize=self.settings.itemsize)
+        return np.sum([part.received for part in parts.values()], axis=0)
+
+    def sent(self, forecast: Forecast) -> np.ndarray:
+        """Bytes out of each rank for one pack, float64 [N]."""
+        parts = exact_bytes(self.case.shape, forecast.counts, checkpointing=self.settings.checkpointing,
+                            itemsize=self.settings.itemsize)
+        return np.sum([part.sent for part in parts.values()], axis=0)
+
+    def formula(self, kind: str) -> float:
+        """Bytes received by the published formula, mean over ranks."""
+        geometry, world = self.case.geometry, self.chosen.plan.world
+        return formula_bytes(self.case.shape, geometry.num_clean, geometry.num_noised, world, kind)
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of one pack."""
+        case, geometry = self.case, self.case.geometry
+        pairs = {kind.name: attended_pairs(geometry, kind) for kind in case.shape.kinds}
+        loss_rows = round(self.chosen.loss_rows.sum())
+        return model_flops(case.shape, pairs, geometry.num_clean + geometry.num_noised, loss_rows)
+
+    @property
+    def mfu(self) -> float:
+        """Predicted utilisation of the device's peak."""
+        chosen = self.chosen
+        return utilisation(self.flops, chosen.seconds.step, chosen.plan.world, self.device.peak)
+
+
+def as_json(result: PlanResult) -> dict[str, Any]:
+    """The object of ``csbp plan --json``; bytes and seconds, per pack where not said otherwise."""
+    chosen, shape, geometry = result.chosen, result.case.shape, result.case.geometry
+    received = result.received(chosen)
+    counts, seconds, memory = chosen.counts, chosen.seconds, chosen.memory
+    loose = contiguous(chosen.plan) if chosen.plan.scheme != "context" else chosen.plan
+    return {
+        "experiment": result.experiment, "kind": result.kind, "world_size": result.settings.world,
+        "csbp": chosen.plan.world, "replicas": chosen.replicas, "device": result.device_name,
+        "tokens": geometry.num_clean, "noised_rows": geometry.num_noised,
+        "documents": len(geometry.document_starts) - 1, "blocks": geometry.num_blocks,
+        "parameters": shape.parameters, "active_parameters": shape.active_parameters,
+        "max_over_mean_pairs": max_over_mean_pairs(shape, counts),
+        "max_over_mean_pairs_contiguous": max_over_mean_pairs(shape, count_plan(loose)),
+        "max_over_lower_bound": float(counts.cost.max()) / max(counts.bound, 1),
+        "bytes_received_per_rank": result.formula(result.kind),
+        "bytes_received_per_rank_context": result.formula("context"),
+        "bytes_received_exact_mean": float(received.mean()), "bytes_received_exact_max": float(received.max()),
+        "block_over_csbp_time": block_over_csbp(chosen.plan.world, geometry.num_noised / geometry.num_clean),
+        "peak_memory_bytes_per_rank": float(memory.total.max()), "fits": chosen.fits,
+        "predicted_step_seconds": result.step_seconds(chosen), "predicted_pack_seconds": seconds.step,
+        "predicted_tokens_per_second": chosen.tokens_per_second,
+        "predicted_exposed_seconds": float(seconds.exposed.max()), "predicted_mfu": result.mfu,
+        "model_flops": result.flops,
+        "ranks": [_rank_json(result, rank) for rank in range(chosen.plan.world)],
+        "alternatives": {kind: {
+            "fits": found.fits, "peak_memory_bytes_per_rank": float(found.memory.total.max()),
+            "predicted_step_seconds": result.step_seconds(found),
+            "predicted_tokens_per_second": found.tokens_per_second,
+            "bytes_received_exact_mean": float(result.received(found).mean())}
+            for kind, found in result.found.items() if kind != result.kind},
+    }
+
+
+def _rank_json(result: PlanResult, rank: int) -> dict[str, Any]:
+    chosen = result.chosen
+    counts, seconds = chosen.counts, chosen.seconds
+    return {"rank": rank, "clean_rows": int(counts.clean[rank]), "noised_rows": int(counts.noised[rank]),
+            "blocks": int(counts.blocks[rank]), "pairs": int(layer_pairs(result.case.shape, counts)[rank]),
+            "bytes_received": float(result.received(chosen)[rank]), "bytes_sent": float(result.sent(chosen)[rank]),
+            "attention_seconds": float(seconds.attention[rank]), "linear_seconds": float(seconds.linear[rank]),
+            "exposed_seconds": float(seconds.exposed[rank]), "memory_bytes": float(chosen.memory.total[rank])}
+
+
+def show(result: PlanResult, console: Console | None = None) -> None:
+    """Print the report; by default on stdout, plain and 120 columns wide where that is no terminal."""
+    out = console or Console(highlight=False, soft_wrap=True)
+    if console is None and not out.is_terminal:
+        out = Console(highlight=False, soft_wrap=True, width=_PIPED_WIDTH)
+    chosen, shape, geometry = result.chosen, result.case.shape, result.case.geometry
+    active = f", {shape.active_parameters / 1e9:.1f}B active" if shape.experts else ""
+    out.print(Text(f"{result.experiment} on {result.settings.world} x {result.device_name}", style="bold"))
+    out.print(f"  {shape.parameters / 1e9:.2f}B parameters{active}; a pack of {geometry.num_clean:,} tokens in "
+              f"{len(geometry.document_starts) - 1:,} documents, {geometry.num_blocks:,} target blocks")
+    out.print(f"  parallel.kind={result.kind}: {chosen.replicas} x {chosen.plan.world} ranks, "
+              f"checkpointing {result.settings.checkpointing}\n")
+    out.print(_rank_table(result))
+    memory = chosen.memory
+    parts = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer,
+             "gathered layers": memory.gathered, "activations": memory.activations, "received keys": memory.keys,
+             "logits": memory.logits}
+    out.print("\n  memory of the fullest rank: " + ", ".join(
+        f"{name} {_gib(float(np.max(value)))}" for name, value in parts.items()))
+    out.print(f"  balance: attention max/mean {max_over_mean_pairs(shape, chosen.counts):.3f}, work max/lower bound "
+              f"{float(chosen.counts.cost.max()) / max(chosen.counts.bound, 1):.3f}")
+    out.print(f"  bytes into a rank: {_gib(float(result.received(chosen).mean()))} mean, "
+              f"{_gib(float(result.received(chosen).max()))} most; by the published all-gather formula "
+              f"{_gib(result.formula(result.kind))}, context parallelism {_gib(result.formula('context'))}\n")
+    out.print(_kind_table(result))
+    out.print()
+    for line in verdict(result):
+        out.print("  " + line)
+
+
+def verdict(result: PlanResult) -> list[str]:
+    """Which kinds fit the device, which is fastest, and whether plain data parallel would do."""
+    lines = []
+    fitting = [kind for kind, found in result.found.items() if found.fits]
+    for kind, found in result.found.items():
+        need = f"{_gib(float(found.memory.total.max()))} of {_gib(result.device.memory)}"
+        if not np.isfinite(result.device.memory):
+            continue
+        lines.append(f"{kind} {'fits' if found.fits else 'does not fit'}: the fullest rank needs {need}.")
+        if not found.fits and float(np.max(found.memory.logits)) > 0.3 * float(found.memory.total.max()):
+            lines[-1] += " Logits are the largest part; plan.logit_rows=N plans with N rows of them at a time."
+    data = result.found.get("data")
+    if data is not None and result.kind != "data":
+        gain = data.tokens_per_second / result.chosen.tokens_per_second - 1
+        if not data.fits:
+            lines.append("Plain data parallel is out: a rank cannot hold a whole pack.")
+        elif gain > 0:
+            lines.append(f"Plain data parallel (parallel.kind=data) would be faster by {gain:.1%}: packs are short "
+                         f"enough for one rank each, and nothing travels. It needs {result.settings.world} packs a "
+                         f"step; the run has {result.packs_per_step}.")
+        else:
+            lines.append(f"Plain data parallel fits and would not be faster ({-gain:.1%} slower).")
+    if fitting:
+        best = max(fitting, key=lambda kind: result.found[kind].tokens_per_second)
+        lines.append(f"Fastest of those that fit: parallel.kind={best}, "
+                     f"{result.found[best].tokens_per_second:,.0f} tokens/s.")
+    else:
+        lines.append("Nothing fits: use more ranks, parallel.checkpointing=full, or a shorter data.seq_len.")
+    return lines
+
+
+def _rank_table(result: PlanResult) -> Table:
+    chosen, seconds = result.chosen, result.chosen.seconds
+    table = Table("  rank", box=None, pad_edge=False, padding=(0, 2))
+    for name in ("rows", "blocks", "pairs", "in", "out", "attention s", "linear s", "exposed s", "memory"):
+        table.add_column(name, justify="right")
+    pairs, counts = layer_pairs(result.case.shape, chosen.counts), chosen.counts
+    received, sent = result.received(chosen), result.sent(chosen)
+    for rank in range(chosen.plan.world):
+        table.add_row(f"  {rank}", f"{counts.rows[rank]:,}", f"{counts.blocks[rank]:,}", f"{pairs[rank]:.3e}",
+                      _gib(received[rank]), _gib(sent[rank]), f"{seconds.attention[rank]:.3f}",
+                      f"{seconds.linear[rank]:.3f}", f"{seconds.exposed[rank]:.3f}", _gib(chosen.memory.total[rank]))
+    return table
+
+
+def _kind_table(result: PlanResult) -> Table:
+    table = Table("  kind", box=None, pad_edge=False, padding=(0, 2))
+    for name in ("s a step", "tokens/s", "exposed s", "in, mean", "memory", "fits"):
+        table.add_column(name, justify="right")
+    for kind, found in result.found.items():
+        table.add_row(f"{'>' if kind == result.kind else ' '} {kind}", f"{result.step_seconds(found):.2f}",
+                      f"{found.tokens_per_second:,.0f}", f"{float(found.seconds.exposed.max()):.3f}",
+                      _gib(float(result.received(found).mean())), _gib(float(found.memory.total.max())),
+                      "yes" if found.fits else "no")
+    return table
+
+
+def _gib(count: float) -> str:
+    return f"{count / _GIB:.2f} GiB" if count >= _GIB / 4 else f"{count / 2**20:.1f} MiB"

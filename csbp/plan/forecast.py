@@ -1,0 +1,120 @@
+"""A pack of given document lengths, planned and priced for one way of training it.
+
+N ranks of the sequence axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from csbp.plan.counts import PlanCounts, count_plan
+from csbp.plan.estimate import Device, Memory, Seconds, Settings, predict_memory, predict_seconds
+from csbp.plan.geometry import Geometry
+from csbp.plan.ownership import Ownership
+from csbp.plan.plan import PackPlan
+from csbp.plan.shapes import ModelShape
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, whatever the ranks.
+
+    Attributes:
+        shape: the model.
+        geometry: the pack.
+        hidden: share of the noised rows that have a loss (their token is hidden).
+        next_token: clean rows have a loss too.
+    """
+
+    shape: ModelShape
+    geometry: Geometry
+    hidden: float
+    next_token: bool
+
+    def loss_rows(self, counts: PlanCounts) -> np.ndarray:
+        """float64 [N], rows whose logits each rank needs."""
+        return self.hidden * counts.noised + (counts.answered if self.next_token else 0.0)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One way of training a case.
+
+    Attributes:
+        kind: "csbp", "context", "block" or "data".
+        plan, counts: of the N ranks of one sequence axis; one rank for "data".
+        replicas: sequence axes beside each other, each with a pack of its own.
+        loss_rows: float64 [N].
+        seconds: of one pack. memory: of each rank.
+        fits: the dearest rank's memory is there.
+    """
+
+    kind: str
+    plan: PackPlan
+    counts: PlanCounts
+    replicas: int
+    loss_rows: np.ndarray
+    seconds: Seconds
+    memory: Memory
+    fits: bool
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Clean tokens of all replicas."""
+        return self.replicas * self.plan.geometry.num_clean / self.seconds.step
+
+
+def whole_pack(lengths: Sequence[int], block_size: int, *, noised: bool) -> Geometry:
+    """The geometry of a pack whose every block is a target (or, for an autoregressive model, none)."""
+    rows = np.asarray(lengths, np.int64)
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(rows)])
+    cells = -(-rows // block_size)
+    document = np.repeat(np.arange(len(rows)), cells)
+    index = np.arange(len(document)) - np.repeat(np.cumsum(cells) - cells, cells)
+    begins = starts[document] + index * block_size
+    grid = np.append(begins, starts[-1])
+    if not noised:
+        none = np.zeros(0, np.int64)
+        return Geometry(starts, grid, none, none, none, np.zeros(1, np.int64))
+    return Geometry(starts, grid, document, np.arange(len(document)), begins, grid)
+
+
+def forecast(case: Case, kind: str, ranks: int, settings: Settings, device: Device,
+             exchange: str = "exact") -> Forecast:
+    """Plan and price a case.
+
+    Args:
+        kind: as ``parallel.kind``.
+        ranks: N, size of the sequence axis; not used for "data".
+        settings: of the run; its world counts all replicas.
+        exchange: as ``parallel.exchange``.
+    """
+    ranks, scheme = (1, "csbp") if kind == "data" else (ranks, kind)
+    plan = PackPlan(case.geometry, case.shape.kinds, ranks, scheme, exchange)
+    counts = count_plan(plan)
+    loss_rows = case.loss_rows(counts)
+    seconds = predict_seconds(case.shape, counts, loss_rows, device, settings)
+    memory = predict_memory(case.shape, counts, loss_rows, settings)
+    return Forecast(kind, plan, counts, settings.world // ranks, loss_rows, seconds, memory,
+                    bool(memory.total.max() <= device.memory))
+
+
+def layer_pairs(shape: ModelShape, counts: PlanCounts) -> np.ndarray:
+    """int64 [N], pairs of all layers."""
+    return np.sum([part.count * counts.kinds[part.kind.name].pairs for part in shape.attention], axis=0)
+
+
+def max_over_mean_pairs(shape: ModelShape, counts: PlanCounts) -> float:
+    """Imbalance of attention: 1 is perfect."""
+    pairs = layer_pairs(shape, counts)
+    return float(pairs.max() / pairs.mean())
+
+
+def contiguous(plan: PackPlan) -> PackPlan:
+    """The same clean rows with target blocks dealt out in order, each rank an equal stretch: what pairing avoids."""
+    blocks = plan.geometry.num_blocks
+    owners = Ownership(plan.ownership.cell_rank, np.arange(blocks) * plan.world // max(blocks, 1))
+    return PackPlan(plan.geometry, plan.kinds, plan.world, plan.scheme, plan.exchange, owners)

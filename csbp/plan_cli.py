@@ -1,0 +1,161 @@
+"""``csbp plan``: what a run will do on its ranks, from shapes and document lengths alone. No torch, no data.
+
+One pack is planned: as many documents of ``data.document_lengths`` as fill ``data.seq_len``, or one document of that
+length. Every block is a target. docs/planning.md says how the numbers come about.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from csbp.config.compose import compose_run
+from csbp.config.places import package_dir
+from csbp.config.schema import DataConfig, RunConfig
+from csbp.config.validate import validate_plan
+from csbp.errors import ConfigError
+from csbp.observe.plan_report import PlanResult, as_json, show
+from csbp.plan.estimate import DEVICES, Settings
+from csbp.plan.forecast import Case, forecast, whole_pack
+from csbp.plan.shapes import ModelShape, model_shape
+
+_BUILTIN = "builtin:"
+_ITEMSIZE = {"float32": 4, "bfloat16": 2}
+
+
+def run_plan(words: Sequence[str], *, json_only: bool = False, picture: str = "") -> int:
+    """Plan a run and say what it will take.
+
+    Args:
+        words: settings, as for ``csbp train``. Without ``parallel.nproc`` the run has ``parallel.csbp`` ranks, where
+            that is given.
+        json_only: print one JSON object and nothing else.
+        picture: file to draw the plan into, .svg or .png.
+
+    Raises:
+        ConfigError: settings that cannot be planned.
+    """
+    config = compose_run(words)
+    given = {word.partition("=")[0].strip() for word in words}
+    if "parallel.csbp" in given and "parallel.nproc" not in given and config.parallel.csbp:
+        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel,
+                                                                          nproc=config.parallel.csbp))
+    validate_plan(config)
+    if picture and not picture.endswith((".svg", ".png")):
+        raise ConfigError("--picture", picture, "must end in .svg or .png")
+    result = plan_result(config)
+    print(json.dumps(as_json(result)), flush=True) if json_only else show(result)
+    if picture:
+        from csbp.observe.picture import draw_plan
+
+        draw_plan(result.chosen.plan, Path(picture).expanduser(), title=_title(config, result))
+    return 0
+
+
+def plan_result(config: RunConfig) -> PlanResult:
+    """Everything that ``csbp plan`` says, as numbers.
+
+    Raises:
+        ConfigError: sizes are missing, the lengths cannot be read, or the ranks do not fit the pack.
+    """
+    parallel, objective, noise = config.parallel, config.objective, config.noise
+    shape = model_shape(_config_fields(config), objective.clean_stream)
+    _check_windows(shape, objective.block_size)
+    diffusion = objective.kind == "block_diffusion"
+    geometry = whole_pack(document_lengths(config.data), objective.block_size, noised=diffusion)
+    case = Case(shape, geometry, hidden=(noise.t_min + noise.t_max) / 2 if diffusion else 0.0,
+                next_token=not diffusion or objective.ar_weight > 0)
+    ranks = 1 if parallel.kind == "data" else parallel.csbp or parallel.nproc
+    blocks = len(geometry.cell_starts) - 1
+    if ranks > blocks:
+        raise ConfigError("parallel.csbp" if parallel.csbp else "parallel.nproc", ranks,
+                          f"more ranks than blocks: the pack has {blocks} of {objective.block_size} rows; use at most "
+                          f"{blocks}, or a longer data.seq_len")
+    name = config.plan.device
+    if name == "auto":
+        name = "cpu" if parallel.device == "cpu" else "h200"
+    settings = Settings(parallel.nproc, getattr(parallel, "checkpointing", "attention"), _ITEMSIZE[config.train.dtype], config.plan.logit_rows)
+    kinds = ("csbp", "context", "block", "data") if parallel.nproc > 1 else (parallel.kind,)
+    # Beside "data" the others are shown with all ranks on the sequence axis, as far as there are blocks.
+    axis = ranks if parallel.kind != "data" else min(parallel.nproc, blocks)
+    found = {kind: forecast(case, kind, axis, settings, DEVICES[name], parallel.exchange) for kind in kinds
+             if kind in (parallel.kind, "data") or parallel.nproc % axis == 0}
+    return PlanResult(config.experiment, name, DEVICES[name], case, settings, parallel.kind, found,
+                      config.train.packs_per_step)
+
+
+def document_lengths(data: DataConfig) -> list[int]:
+    """Tokens of each document of the planned pack, cut as training would cut them.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line of it is no length.
+    """
+    lengths = read_lengths(data.document_lengths) if data.document_lengths else [data.seq_len]
+    limit = min(data.document_tokens or data.seq_len, data.seq_len)
+    pack: list[int] = []
+    room = data.seq_len
+    for length in lengths:
+        length = min(length, room) if data.long_documents == "split" else min(length, limit, room)
+        pack += [limit] * (length // limit) + ([length % limit] if length % limit else [])
+        room -= length
+        if room == 0:
+            break
+    return pack
+
+
+def read_lengths(path: str) -> list[int]:
+    """The numbers of a file, one a line; empty lines are skipped."""
+    field = "data.document_lengths"
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(field, path, f"cannot be read: {reason}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        if text and (not text.isascii() or not text.isdigit() or int(text) == 0):
+            raise ConfigError(field, path, f"line {number} is {text[:40]!r}; write one document's tokens a line, as a "
+                                           "whole number above 0")
+        found += [int(text)] if text else []
+    if not found:
+        raise ConfigError(field, path, "holds no length; write one document's tokens a line")
+    return found
+
+
+def _check_windows(shape: ModelShape, block_size: int) -> None:
+    for kind in shape.kinds:
+        if kind.window is not None and kind.window < block_size:
+            raise ConfigError("model.shape.sliding_window", kind.window, "smaller than a block; use at most "
+                              f"objective.block_size={kind.window}, or a wider window")
+
+
+def _config_fields(config: RunConfig) -> dict[str, Any]:
+    """``model.shape`` over the config.json at ``model.path``."""
+    model = config.model
+    found = _config_file(model.path, model.family) if model.path else None
+    if found is None and not model.shape:
+        raise ConfigError("model.path", model.path, "no config.json here to plan from; give a folder that has one, or "
+                                                    "the sizes as model.shape={hidden_size: ..., ...}")
+    try:
+        base = json.loads(found.read_text(encoding="utf-8")) if found else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError("model.path", model.path, f"{found} cannot be read as JSON") from error
+    return {**base, **model.shape}
+
+
+def _config_file(path: str, family: str) -> Path | None:
+    if path.startswith(_BUILTIN):
+        shipped = (package_dir("csbp.models") / family).rglob("config.json")
+        return next((file for file in shipped if file.parent.name == path.removeprefix(_BUILTIN)), None)
+    folder = Path(path).expanduser()
+    return next((file for file in (folder / "config.json", folder / "export" / "config.json") if file.is_file()), None)
+
+
+def _title(config: RunConfig, result: PlanResult) -> str:
+    geometry = result.case.geometry
+    return (f"{config.experiment}: {geometry.num_clean:,} tokens in {len(geometry.document_starts) - 1} documents, "
+            f"{result.chosen.plan.world} ranks, parallel.kind={result.kind}")
