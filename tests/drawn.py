@@ -31,17 +31,12 @@ def draw_case(seed: int, longest: int = 200, most_rows: int = 500) -> Case:
         lengths.pop()
     block = int(2 ** random.uniform(0, 6)) if random.random() < 0.9 else 64
     world = int(np.clip(2 ** random.uniform(0, 6.2), 1, 64))
-    kind = draw_kind(random, longest)
-    return Case(draw_geometry(random, lengths, block, on_grid=kind.clean == "block_causal"), kind, world)
+    return Case(draw_geometry(random, lengths, block), draw_kind(random, longest), world)
 
 
-def draw_geometry(random: np.random.Generator, lengths: list[int], block: int, on_grid: bool) -> Geometry:
+def draw_geometry(random: np.random.Generator, lengths: list[int], block: int) -> Geometry:
     """A grid that restarts with every document; over it a mixture of blocks with their text, two views of the same
-    text, blocks filled up beyond the document's end, and anchors anywhere, which may overlap.
-
-    With ``on_grid`` anchors stand where cells start: the clean rows of a block-causal stream have seen their whole
-    cell, so that a block hung into the middle of one would read its own answer.
-    """
+    text, blocks filled up beyond the document's end, and anchors anywhere, which may overlap."""
     starts = np.concatenate([[0], np.cumsum(lengths)])
     cells = [(d, first) for d in range(len(lengths)) for first in range(starts[d], starts[d + 1], block)]
     cell_starts = np.array([first for _, first in cells] + [starts[-1]])
@@ -54,9 +49,8 @@ def draw_geometry(random: np.random.Generator, lengths: list[int], block: int, o
             copies = 2 if random.random() < views else 1
             blocks += [(document, -1 if filled else cell, first, block if filled else size)] * copies
     for _ in range(int(anchors * random.integers(0, 2 + 40 // block))):
-        document, first = cells[random.integers(len(cells))]
-        anchor = first if on_grid else int(random.integers(starts[document], starts[document + 1] + 1))
-        blocks.append((document, -1, anchor, block))
+        document = int(random.integers(len(lengths)))
+        blocks.append((document, -1, int(random.integers(starts[document], starts[document + 1] + 1)), block))
     if random.random() < 0.5:
         blocks.sort(key=lambda b: (b[0], b[2]))
     elif random.random() < 0.2:
