@@ -81,9 +81,12 @@ class CachedPlan:
         masks: per layer kind, S rows over the T kept keys and then the S new ones.
     """
 
+    numbers_layers = True
+
     def __init__(self, cache: GenerationCache, kept: int, masks: dict[str, IntervalMask]) -> None:
         self._cache, self._kept, self._masks = cache, kept, masks
 
+    @torch.compiler.disable  # its masks are laid out in Python
     def attend(self, kind: str, query: Tensor, key: Tensor, value: Tensor, *, layer: int,
                scale: float | None = None) -> Tensor:
         """Attention of the S rows of this pass.

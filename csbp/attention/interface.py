@@ -1,8 +1,8 @@
 """csbp as an attention implementation of transformers, so that stock models run unmodified on a rank's rows.
 
 Call a model whose config has ``_attn_implementation = "csbp"`` with explicit ``position_ids`` and with
-``csbp_plan=`` a plan (anything with ``attend``, see ``BoundPlan.attend``). ``csbp_kinds=`` names the layer
-kind of each layer where a model has more than one.
+``csbp_plan=`` a plan (anything with ``attend``, see ``BoundPlan.attend``). Where a model has more than one kind of
+layer, each attention module carries its kind's name as ``csbp_kind``.
 """
 
 from __future__ import annotations
@@ -43,9 +43,12 @@ def csbp_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     for name in ("s_aux", "softcap"):
         if kwargs.get(name) is not None:
             raise ValueError(f"{name} (attention sinks or score capping) is not supported by csbp")
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    kinds = kwargs.get("csbp_kinds")
-    out = plan.attend(kinds[layer] if kinds else "full", *(x[0].transpose(0, 1) for x in (query, key, value)),
+    # A compiled layer is compiled anew for each value of what it reads: the number only where it is needed.
+    layer = int(module.layer_idx) if plan.numbers_layers else 0  # type: ignore[arg-type]
+    kind = getattr(module, "csbp_kind", "full")
+    if kind == "full" and getattr(module, "sliding_window", None) is not None:
+        raise ValueError(f"layer {module.layer_idx} has a sliding window, but its csbp_kind is not set")
+    out = plan.attend(kind, *(x[0].transpose(0, 1) for x in (query, key, value)),
                       layer=layer, scale=scaling)
     return out[None], None
 

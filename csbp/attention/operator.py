@@ -47,7 +47,10 @@ class BoundPlan:
         transport: how rows travel.
         kinds: layer kind name -> masks and exchange.
         num_clean, num_noised: own rows of the two streams (a dummy row counts as noised).
+        numbers_layers: whether ``attend`` must be told the layer's number.
     """
+
+    numbers_layers = False
 
     def __init__(self, rank_plan: RankPlan, transport: Transport, device: torch.device | str = "cpu",
                  backend: str = "auto") -> None:

@@ -103,6 +103,7 @@ def backward_phases(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out
     return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
 
 
+@torch.compiler.disable  # the body of an op must not be traced when the code around it falls back to eager
 def drive(phases: Phases, transport: Transport) -> tuple[Tensor, ...]:
     """Run one rank's phases over its transport."""
     reply: Tensor | None = None

@@ -105,6 +105,10 @@ class ParallelConfig:
     exchange: str = option("exact", "keys that a rank receives: just those its rows see, or all of them",
                            choices=("exact", "all_gather"))
     csbp: int | None = option(None, "size of the sequence axis; null: all remaining ranks", low=1)
+    checkpointing: str = option("none", "what a layer's backward computes again: nothing, all of it, or all but "
+                                "attention", choices=("none", "full", "attention"))
+    offload: bool = option(False, "keep what is kept for the backward in CPU memory")
+    compile: bool = option(False, "compile each layer with torch.compile")
     device: str = option("auto", "", choices=("auto", "cpu", "cuda"))
     threads: int = option(1, "CPU threads of one rank", low=1)
     timeout_seconds: int = option(600, "longest wait in one collective", low=5)

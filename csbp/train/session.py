@@ -17,7 +17,7 @@ from csbp.data.tokenizer import load_tokenizer, next_free_id
 from csbp.errors import ConfigError
 from csbp.models.protocol import ModelAdapter
 from csbp.models.registry import get_adapter
-from csbp.parallel.fsdp import shard_model
+from csbp.parallel.apply import parallelize
 from csbp.parallel.runtime import Runtime
 from csbp.train.optimizer import build_optimizer
 from csbp.train.step import Noising, StepRunner
@@ -72,7 +72,7 @@ def open_session(config: RunConfig, runtime: Runtime) -> Session:
     mask = mask_token(config, tokenizer, rows=model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
     model.to(runtime.device)
     compute = torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32
-    shard_model(model, adapter.units(model), runtime.shard_mesh, compute)
+    parallelize(model, adapter.units(model), config.parallel, runtime, compute)
     objective, noise = evaluation_of(config.objective, config.noise, config.train.eval_t_min)
     return Session(
         config, runtime, tokenizer, adapter, model, build_optimizer(model, config.optim),

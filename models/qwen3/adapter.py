@@ -31,6 +31,13 @@ def _kinds(config: Qwen3Config) -> tuple[str, ...]:
     return tuple(KIND_OF_TYPE[t] for t in config.layer_types)
 
 
+def _named(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
+    """Tell each attention module its layer kind."""
+    for layer, kind in zip(model.model.layers, _kinds(model.config), strict=True):
+        layer.self_attn.csbp_kind = kind
+    return model
+
+
 class Qwen3Adapter:
     """``ModelAdapter`` of Qwen3ForCausalLM (transformers models/qwen3)."""
 
@@ -39,12 +46,12 @@ class Qwen3Adapter:
     def load(self, path: Path, dtype: torch.dtype) -> nn.Module:
         """Pretrained weights from a Hugging Face folder."""
         config = self._config(path, {})
-        return Qwen3ForCausalLM.from_pretrained(path, config=config, dtype=dtype, local_files_only=True,
-                                                use_safetensors=True)
+        return _named(Qwen3ForCausalLM.from_pretrained(path, config=config, dtype=dtype, local_files_only=True,
+                                                       use_safetensors=True))
 
     def build(self, path: Path | None, shape: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
         """Random weights by the family's own initialisation (draws from torch's global generator)."""
-        return cast(nn.Module, Qwen3ForCausalLM(self._config(path, shape))).to(dtype)
+        return cast(nn.Module, _named(Qwen3ForCausalLM(self._config(path, shape)))).to(dtype)
 
     def _config(self, path: Path | None, shape: Mapping[str, Any]) -> Qwen3Config:
         base = Qwen3Config.from_pretrained(path, local_files_only=True).to_dict() if path else {}
@@ -75,8 +82,10 @@ class Qwen3Adapter:
 
     def forward(self, model: nn.Module, batch: LocalBatch, plan: BoundPlan) -> Tensor:
         """Logits [E, V] of the rows with a loss."""
+        if not hasattr(_model(model).model.layers[0].self_attn, "csbp_kind"):
+            _named(_model(model))
         out = model(input_ids=batch.tokens[None], position_ids=batch.positions[None], use_cache=False,
-                    logits_to_keep=batch.loss_rows, csbp_plan=plan, csbp_kinds=_kinds(_model(model).config))
+                    logits_to_keep=batch.loss_rows, csbp_plan=plan)
         return out.logits[0]
 
     def export_config(self, model: nn.Module, diffusion: Mapping[str, Any]) -> dict[str, Any]:

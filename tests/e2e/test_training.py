@@ -117,6 +117,48 @@ def test_nans_without_end_stop_the_run(ranks: Any, corpus: Path, tmp_path: Path)
     assert (tmp_path / "checkpoints" / "step-00000004").exists()
 
 
+KEEPING = [{"checkpointing": "attention"}, pytest.param({"checkpointing": "full"}, marks=slow),
+           pytest.param({"offload": True}, marks=slow),
+           pytest.param({"checkpointing": "attention", "offload": True}, marks=slow)]
+
+
+@pytest.mark.parametrize("parallel", KEEPING)
+def test_what_is_kept_for_the_backward_changes_no_bit(ranks: Any, corpus: Path, tmp_path: Path,
+                                                      parallel: dict[str, Any]) -> None:
+    runs = [tiny_run(corpus, tmp_path / name, train={"steps": 4}, parallel=how)
+            for name, how in (("plain", {}), ("kept", parallel))]
+    for run in runs:
+        ranks(2, train_here, run)
+    assert losses(tmp_path / "kept") == losses(tmp_path / "plain")
+    assert final_weights(tmp_path / "kept") == final_weights(tmp_path / "plain")
+
+
+def keys_sent(config: Any) -> int:
+    """Rows that this rank sent in all, evaluations included."""
+    transports: list[Any] = []
+    train_here(config, lambda session: transports.append(session.runtime.transport))
+    return int(transports[0].sent_rows["keys"])
+
+
+def test_attention_is_recomputed_only_where_asked(ranks: Any, corpus: Path, tmp_path: Path) -> None:
+    """Keys travel once for each time attention runs, and once for its backward."""
+    sent = {}
+    for policy in ("none", "attention", "full"):
+        run = tiny_run(corpus, tmp_path / policy, train={"steps": 2}, parallel={"checkpointing": policy})
+        sent[policy] = sum(ranks(2, keys_sent, run))
+    assert sent["attention"] == sent["none"]
+    evaluations = 3 * sent["none"] - 2 * sent["full"]  # forward only, whatever the policy
+    assert evaluations > 0 and 2 * (sent["full"] - evaluations) == 3 * (sent["none"] - evaluations)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_compiled_layers_agree(ranks: Any, corpus: Path, tmp_path: Path) -> None:
+    for name, how in (("plain", {}), ("compiled", {"compile": True, "checkpointing": "attention"})):
+        ranks(2, train_here, tiny_run(corpus, tmp_path / name, train={"steps": 4}, parallel=how), timeout=300)
+    np.testing.assert_allclose(losses(tmp_path / "compiled"), losses(tmp_path / "plain"), rtol=1e-5)
+
+
 OBJECTIVES: list[dict[str, Any]] = [
     {"kind": "autoregressive", "clean_stream": "token_causal"},
     {"clean_stream": "token_causal", "label_shift": True},

@@ -1,0 +1,32 @@
+"""Everything that parallel training does to a model, in the order in which it must happen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from csbp.config.schema import ParallelConfig
+from csbp.parallel.activations import apply_checkpointing
+from csbp.parallel.fsdp import shard_model
+from csbp.parallel.runtime import Runtime
+
+
+def parallelize(model: nn.Module, units: Sequence[nn.Module], config: ParallelConfig, runtime: Runtime,
+                compute: torch.dtype) -> nn.Module:
+    """Checkpoint, compile and shard a model, in place.
+
+    Args:
+        model: full-size float32 parameters on the rank's device, equal on every rank.
+        units: what is checkpointed, compiled and gathered as one, in forward order.
+        compute: dtype of forward and backward.
+    """
+    # Checkpointing first: the compiler must see it to decide what to keep.
+    apply_checkpointing(units, config.checkpointing, config.offload)
+    if config.compile:
+        for unit in units:
+            # Lengths differ from pack to pack; one graph serves all.
+            unit.compile(dynamic=True)
+    # Sharding last: its hooks gather a unit's weights before the compiled code runs.
+    return shard_model(model, units, runtime.shard_mesh, compute)
