@@ -14,6 +14,8 @@ import numpy as np
 CLOSE = 64
 # Each step at least makes the fullest rank less full; this many per rank were never needed on any pack tried.
 STEPS_PER_RANK = 32
+# Ranks, from the emptiest, that the fullest tries to give something to.
+RECEIVERS = 8
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def rebalance(owner: np.ndarray, document: np.ndarray, cost: np.ndarray, rows: n
         return _runs(np.flatnonzero(owner == rank), document, cost, rows)
 
     def improve(rank: int, full: _Runs) -> bool:
-        for other in np.argsort(load, kind="stable")[:-1]:
+        for other in np.argsort(load, kind="stable")[:min(RECEIVERS, world - 1)]:
             gap, room, slack = int(load[rank] - load[other]), int(cap - held[other]), int(cap - held[rank])
             move = _whole(full, runs_of(other), gap, room, slack)
             if move is None or max(load[rank] - move[0], load[other] + move[0]) > close:

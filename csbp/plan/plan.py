@@ -14,7 +14,9 @@ Rows are numbered globally over [clean 0..T-1 | noised T..T+M-1] where one numbe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 
 import numpy as np
@@ -28,6 +30,7 @@ from csbp.plan.travel import Exchange, Travel, find_travel
 
 SCHEMES = ("csbp", "context", "block")
 EXCHANGES = ("exact", "all_gather")
+FORMAT = 1  # of the JSON that a plan is written as
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,42 @@ class PackPlan:
             parts.append(noised_ranges(self.geometry, kind, rows.noised))
         return parts[0] if len(parts) == 1 else join(*parts)
 
+    def digest(self) -> str:
+        """sha256 of all that decides the plan, in hexadecimal: ranks that agree on it agree on every row."""
+        settings, arrays = self._parts(self.ownership if self.scheme != "context" else None)
+        found = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+        for name, array in arrays.items():
+            found.update(f"{name} {len(array)}\n".encode() + array.astype("<i8").tobytes())
+        return found.hexdigest()
+
+    def to_json(self) -> str:
+        """What ``from_json`` makes the same plan of; owners only if they were given."""
+        settings, arrays = self._parts(self.owners)
+        return json.dumps(settings | {"arrays": {name: array.tolist() for name, array in arrays.items()}})
+
+    @classmethod
+    def from_json(cls, text: str) -> PackPlan:
+        """The plan that ``to_json`` wrote.
+
+        Raises:
+            ValueError: for another format.
+        """
+        found = json.loads(text)
+        if found.get("format") != FORMAT:
+            raise ValueError(f"plan format {found.get('format')!r}: this csbp reads format {FORMAT}")
+        arrays = {name: np.array(values, np.int64) for name, values in found["arrays"].items()}
+        geometry = Geometry(**{f.name: arrays.pop(f.name) for f in fields(Geometry)})
+        weights = None if found["weights"] is None else tuple(found["weights"])
+        return cls(geometry, tuple(LayerKind(**kind) for kind in found["kinds"]), found["world"], found["scheme"],
+                   found["exchange"], Ownership(**arrays) if arrays else None, weights)
+
+    def _parts(self, owners: Ownership | None) -> tuple[dict[str, object], dict[str, np.ndarray]]:
+        """Settings and arrays of the plan."""
+        settings = {"format": FORMAT, "world": self.world, "scheme": self.scheme, "exchange": self.exchange,
+                    "weights": self.weights and list(self.weights), "kinds": [asdict(kind) for kind in self.kinds]}
+        arrays = {f.name: getattr(part, f.name) for part in (self.geometry, owners) if part for f in fields(part)}
+        return settings, arrays
+
     def _rows(self, rank: int) -> RankRows:
         return self.holding.rank_rows(rank, any(kind.clean == "absent" for kind in self.kinds))
 
@@ -155,9 +194,9 @@ class PackPlan:
 
 
 def plan_rank(geometry: Geometry, kinds: tuple[LayerKind, ...], world: int, rank: int, *, scheme: str = "csbp",
-              exchange: str = "exact") -> RankPlan:
+              exchange: str = "exact", weights: tuple[int, ...] | None = None) -> RankPlan:
     """One rank's plan of a pack; see ``PackPlan`` for the arguments."""
-    return PackPlan(geometry, kinds, world, scheme, exchange).rank_plan(rank)
+    return PackPlan(geometry, kinds, world, scheme, exchange, weights=weights).rank_plan(rank)
 
 
 def _meet(queries: RowRanges, kept: Runs, clean: int, places: np.ndarray | None) -> RowRanges:
