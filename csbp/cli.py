@@ -68,10 +68,10 @@ def _parser() -> argparse.ArgumentParser:
     _add(commands, "check", _check, "check a run before it costs anything: configuration, data, devices, memory",
          f"experiments:\n{shipped}\n\n{words}\nexample:\n  csbp check experiment=quickstart")
     plan = _add(commands, "plan", _plan, "predict time, memory, balance and bytes of a run, from shapes alone",
-                f"experiments:\n{shipped}\n\n{words}\nexample:\n  csbp plan experiment=nemotron_8b_sft parallel.nproc=16 "
-                "data.seq_len=262144")
+                f"experiments:\n{shipped}\n\n{words}\nexample:\n  csbp plan experiment=nemotron_8b_sft "
+                "parallel.nproc=16 data.seq_len=262144")
     plan.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    plan.add_argument("--picture", default="", metavar="FILE", help="draw who owns and reads what: FILE.svg or FILE.png")
+    plan.add_argument("--picture", default="", metavar="FILE", help="draw who owns and reads what: .svg or .png")
     _add(commands, "generate", _generate, "write text with a trained model",
          "example:\n  csbp generate model=runs/first 'prompt=def add(a, b):' max_new_tokens=32\n\n"
          "All settings: docs/configuration.md")

@@ -50,17 +50,23 @@ class PlanResult:
         """One optimizer step: replicas take their packs in rounds."""
         return -(-self.packs_per_step // forecast.replicas) * forecast.seconds.step
 
+    def tokens_per_second(self, forecast: Forecast, packs: int | None = None) -> float:
+        """Clean tokens over a step of ``packs`` packs, by default the run's own number."""
+        packs = packs or self.packs_per_step
+        rounds = -(-packs // forecast.replicas)
+        return packs * self.case.geometry.num_clean / (rounds * forecast.seconds.step)
+
     def received(self, forecast: Forecast) -> np.ndarray:
         """Bytes into each rank for one pack, float64 [N]."""
         parts = exact_bytes(self.case.shape, forecast.counts, checkpointing=self.settings.checkpointing,
                             itemsize=self.settings.itemsize)
-        return np.sum([part.received for part in parts.values()], axis=0)
+        return np.stack([part.received for part in parts.values()]).sum(0)
 
     def sent(self, forecast: Forecast) -> np.ndarray:
         """Bytes out of each rank for one pack, float64 [N]."""
         parts = exact_bytes(self.case.shape, forecast.counts, checkpointing=self.settings.checkpointing,
                             itemsize=self.settings.itemsize)
-        return np.sum([part.sent for part in parts.values()], axis=0)
+        return np.stack([part.sent for part in parts.values()]).sum(0)
 
     def formula(self, kind: str) -> float:
         """Bytes received by the published formula, mean over ranks."""
@@ -103,14 +109,14 @@ def as_json(result: PlanResult) -> dict[str, Any]:
         "block_over_csbp_time": block_over_csbp(chosen.plan.world, geometry.num_noised / geometry.num_clean),
         "peak_memory_bytes_per_rank": float(memory.total.max()), "fits": chosen.fits,
         "predicted_step_seconds": result.step_seconds(chosen), "predicted_pack_seconds": seconds.step,
-        "predicted_tokens_per_second": chosen.tokens_per_second,
+        "predicted_tokens_per_second": result.tokens_per_second(chosen),
         "predicted_exposed_seconds": float(seconds.exposed.max()), "predicted_mfu": result.mfu,
         "model_flops": result.flops,
         "ranks": [_rank_json(result, rank) for rank in range(chosen.plan.world)],
         "alternatives": {kind: {
             "fits": found.fits, "peak_memory_bytes_per_rank": float(found.memory.total.max()),
             "predicted_step_seconds": result.step_seconds(found),
-            "predicted_tokens_per_second": found.tokens_per_second,
+            "predicted_tokens_per_second": result.tokens_per_second(found),
             "bytes_received_exact_mean": float(result.received(found).mean())}
             for kind, found in result.found.items() if kind != result.kind},
     }
@@ -161,27 +167,30 @@ def verdict(result: PlanResult) -> list[str]:
     lines = []
     fitting = [kind for kind, found in result.found.items() if found.fits]
     for kind, found in result.found.items():
-        need = f"{_gib(float(found.memory.total.max()))} of {_gib(result.device.memory)}"
         if not np.isfinite(result.device.memory):
-            continue
+            break
+        need = f"{_gib(float(found.memory.total.max()))} of {_gib(result.device.memory)}"
         lines.append(f"{kind} {'fits' if found.fits else 'does not fit'}: the fullest rank needs {need}.")
         if not found.fits and float(np.max(found.memory.logits)) > 0.3 * float(found.memory.total.max()):
             lines[-1] += " Logits are the largest part; plan.logit_rows=N plans with N rows of them at a time."
-    data = result.found.get("data")
+    data, world = result.found.get("data"), result.settings.world
     if data is not None and result.kind != "data":
-        gain = data.tokens_per_second / result.chosen.tokens_per_second - 1
+        # Judged with enough packs for every rank; whether the run has them is said beside it.
+        packs = -(-result.packs_per_step // world) * world
+        gain = result.tokens_per_second(data, packs) / result.tokens_per_second(result.chosen, packs) - 1
         if not data.fits:
             lines.append("Plain data parallel is out: a rank cannot hold a whole pack.")
-        elif gain > 0:
-            lines.append(f"Plain data parallel (parallel.kind=data) would be faster by {gain:.1%}: packs are short "
-                         f"enough for one rank each, and nothing travels. It needs {result.settings.world} packs a "
-                         f"step; the run has {result.packs_per_step}.")
+        elif gain > 0.001:
+            lines.append(f"Plain data parallel (parallel.kind=data) would be faster by {gain:.1%}: a rank can hold a "
+                         "whole pack, and nothing travels.")
         else:
-            lines.append(f"Plain data parallel fits and would not be faster ({-gain:.1%} slower).")
+            lines.append("Plain data parallel (parallel.kind=data) fits and would not be faster.")
+        if data.fits and result.packs_per_step < world:
+            lines[-1] += f" It needs {world} packs a step; the run has {result.packs_per_step}."
     if fitting:
-        best = max(fitting, key=lambda kind: result.found[kind].tokens_per_second)
+        best = max(fitting, key=lambda kind: result.tokens_per_second(result.found[kind]))
         lines.append(f"Fastest of those that fit: parallel.kind={best}, "
-                     f"{result.found[best].tokens_per_second:,.0f} tokens/s.")
+                     f"{result.tokens_per_second(result.found[best]):,.0f} tokens/s.")
     else:
         lines.append("Nothing fits: use more ranks, parallel.checkpointing=full, or a shorter data.seq_len.")
     return lines
@@ -207,7 +216,7 @@ def _kind_table(result: PlanResult) -> Table:
         table.add_column(name, justify="right")
     for kind, found in result.found.items():
         table.add_row(f"{'>' if kind == result.kind else ' '} {kind}", f"{result.step_seconds(found):.2f}",
-                      f"{found.tokens_per_second:,.0f}", f"{float(found.seconds.exposed.max()):.3f}",
+                      f"{result.tokens_per_second(found):,.0f}", f"{float(found.seconds.exposed.max()):.3f}",
                       _gib(float(result.received(found).mean())), _gib(float(found.memory.total.max())),
                       "yes" if found.fits else "no")
     return table

@@ -6,7 +6,7 @@ N ranks of the sequence axis.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -61,11 +61,6 @@ class Forecast:
     memory: Memory
     fits: bool
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Clean tokens of all replicas."""
-        return self.replicas * self.plan.geometry.num_clean / self.seconds.step
-
 
 def whole_pack(lengths: Sequence[int], block_size: int, *, noised: bool) -> Geometry:
     """The geometry of a pack whose every block is a target (or, for an autoregressive model, none)."""
@@ -93,7 +88,8 @@ def forecast(case: Case, kind: str, ranks: int, settings: Settings, device: Devi
         exchange: as ``parallel.exchange``.
     """
     ranks, scheme = (1, "csbp") if kind == "data" else (ranks, kind)
-    plan = PackPlan(case.geometry, case.shape.kinds, ranks, scheme, exchange)
+    plan = PackPlan(case.geometry, case.shape.kinds, ranks, scheme, exchange,
+                    weights=tuple(part.count for part in case.shape.attention))
     counts = count_plan(plan)
     loss_rows = case.loss_rows(counts)
     seconds = predict_seconds(case.shape, counts, loss_rows, device, settings)
@@ -104,7 +100,7 @@ def forecast(case: Case, kind: str, ranks: int, settings: Settings, device: Devi
 
 def layer_pairs(shape: ModelShape, counts: PlanCounts) -> np.ndarray:
     """int64 [N], pairs of all layers."""
-    return np.sum([part.count * counts.kinds[part.kind.name].pairs for part in shape.attention], axis=0)
+    return np.stack([part.count * counts.kinds[part.kind.name].pairs for part in shape.attention]).sum(0)
 
 
 def max_over_mean_pairs(shape: ModelShape, counts: PlanCounts) -> float:
@@ -117,4 +113,4 @@ def contiguous(plan: PackPlan) -> PackPlan:
     """The same clean rows with target blocks dealt out in order, each rank an equal stretch: what pairing avoids."""
     blocks = plan.geometry.num_blocks
     owners = Ownership(plan.ownership.cell_rank, np.arange(blocks) * plan.world // max(blocks, 1))
-    return PackPlan(plan.geometry, plan.kinds, plan.world, plan.scheme, plan.exchange, owners)
+    return replace(plan, owners=owners)
