@@ -11,22 +11,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from csbp.comm.transport import Outgoing, Pending, _Counting
+from csbp.comm.meetings import LoopbackError, Meeting, Meetings
+from csbp.comm.transport import Counting, Outgoing, Pending
 
 Result = TypeVar("Result")
 Steps = Generator[Outgoing | None, Tensor | None, Result]
 # After a failure the other threads get this long to come to their next exchange and end.
 GRACE_SECONDS = 2.0
-
-
-class LoopbackError(RuntimeError):
-    """The simulated ranks do not fit together, or one of them failed while others waited for it."""
 
 
 def carry(outgoing: Sequence[Outgoing]) -> list[Tensor]:
@@ -60,33 +57,20 @@ def carry(outgoing: Sequence[Outgoing]) -> list[Tensor]:
     return [torch.cat([part[rank] for part in parts]) for rank in range(world)]
 
 
-@dataclass
-class _Meeting:
-    """One exchange or collective: what each rank brought, and, once all are there, what each takes home."""
-
-    number: int
-    what: str
-    brought: dict[int, Any] = field(default_factory=dict)
-    results: list[Any] | None = None
-
-
 class LoopbackWorld:
     """``world`` simulated ranks.
 
     Attributes:
         transports: one a rank; they count rows and bytes in either way of driving.
-        timeout: seconds that a thread waits in one exchange for the others.
+        meetings: where the threads of ``run_threads`` wait for each other.
     """
 
     def __init__(self, world: int, timeout: float = 60.0) -> None:
+        """``timeout``: seconds that a thread waits in one exchange for the others."""
         assert world > 0
-        self.world, self.timeout = world, timeout
-        self.transports = tuple(LoopbackTransport(self, rank) for rank in range(world))
-        self._changed = threading.Condition()
-        self._meetings: dict[int, _Meeting] = {}
-        self._met = [0] * world  # meetings that each rank has joined
-        self._done: set[int] = set()
-        self._error: tuple[int, BaseException] | None = None
+        self.world = world
+        self.meetings = Meetings(world, timeout)
+        self.transports = tuple(LoopbackTransport(self.meetings, rank) for rank in range(world))
 
     def transport(self, rank: int) -> LoopbackTransport:
         """One rank's transport."""
@@ -100,7 +84,7 @@ class LoopbackWorld:
                 the oldest one that it has not received yet.
 
         Returns:
-            What the generators return.
+            What the generators return, by rank.
 
         Raises:
             LoopbackError: the ranks ask for different things, or their exchanges do not fit.
@@ -125,86 +109,20 @@ class LoopbackWorld:
                 return values
             if action == "send":
                 for transport, outgoing in zip(self.transports, values, strict=True):
-                    transport._count(outgoing)
+                    transport.count(outgoing)
                 flying.append(carry(values))
             elif not flying:
                 raise LoopbackError("the ranks wait for an exchange that none has started")
             else:
                 replies = flying.pop(0)
 
-    def abort(self, rank: int, error: BaseException) -> None:
-        """End all waiting threads, and every later exchange, with an error of this rank; the first one counts."""
-        with self._changed:
-            self._fail(rank, error)
 
-    def _fail(self, rank: int, error: BaseException) -> None:
-        self._error = self._error or (rank, error)
-        self._changed.notify_all()
-
-    def _raise_if_failed(self) -> None:
-        if self._error is not None:
-            rank, error = self._error
-            raise LoopbackError(f"rank {rank} failed: {type(error).__name__}: {error}") from error
-
-    def _join(self, rank: int, what: str, value: Any, finish: Callable[[list[Any]], list[Any]]) -> _Meeting:
-        """Bring a value to this rank's next meeting; the last rank to come computes what all take home."""
-        with self._changed:
-            self._raise_if_failed()
-            number = self._met[rank]
-            self._met[rank] += 1
-            meeting = self._meetings.setdefault(number, _Meeting(number, what))
-            meeting.brought[rank] = value
-            try:
-                if meeting.what != what:
-                    other = next(iter(meeting.brought))
-                    raise LoopbackError(f"exchange {number}: rank {other} is at {meeting.what}, rank {rank} at {what}")
-                self._check_absent(meeting)
-                if len(meeting.brought) == self.world:
-                    meeting.results = finish([meeting.brought[r] for r in range(self.world)])
-                    del self._meetings[number]
-                    self._changed.notify_all()
-            except LoopbackError as error:
-                self._fail(rank, error)
-                raise
-            return meeting
-
-    def _check_absent(self, meeting: _Meeting) -> None:
-        for rank in sorted(self._done - meeting.brought.keys()):
-            raise LoopbackError(f"exchange {meeting.number}: rank {rank} finished after {self._met[rank]} exchanges, "
-                                f"ranks {sorted(meeting.brought)} wait for it at {meeting.what}")
-
-    def _take(self, rank: int, meeting: _Meeting) -> Any:
-        """Wait for the others; this rank's part of the result."""
-        with self._changed:
-            in_time = self._changed.wait_for(lambda: meeting.results is not None or self._error, self.timeout)
-            if meeting.results is not None:
-                return meeting.results[rank]
-            if not in_time:
-                absent = [r for r in range(self.world) if r not in meeting.brought]
-                self._fail(rank, LoopbackError(f"exchange {meeting.number}: rank {rank} waited {self.timeout:g} s at "
-                                               f"{meeting.what} for ranks {absent}"))
-            self._raise_if_failed()
-            raise AssertionError("unreachable")
-
-    def _leave(self, rank: int) -> None:
-        """A rank has finished: whoever waits for it waits in vain."""
-        with self._changed:
-            self._done.add(rank)
-            self._changed.notify_all()
-            try:
-                for meeting in self._meetings.values():
-                    self._check_absent(meeting)
-            except LoopbackError as error:
-                self._fail(rank, error)
-                raise
-
-
-class LoopbackTransport(_Counting):
+class LoopbackTransport(Counting):
     """One simulated rank's ``Transport``, for a thread of its own (see ``run_threads``)."""
 
-    def __init__(self, loopback: LoopbackWorld, rank: int) -> None:
-        super().__init__(rank, loopback.world)
-        self._loopback = loopback
+    def __init__(self, meetings: Meetings, rank: int) -> None:
+        super().__init__(rank, meetings.world)
+        self._meetings = meetings
 
     def start(self, outgoing: Outgoing) -> Pending:
         """Begin an exchange without waiting for the others.
@@ -212,32 +130,32 @@ class LoopbackTransport(_Counting):
         Raises:
             LoopbackError: another rank is at something else, has finished or has failed.
         """
-        self._count(outgoing)
-        meeting = self._loopback._join(self.rank, f"an exchange of {outgoing.label!r}", outgoing, carry)
-        return _Started(self._loopback, self.rank, meeting)
+        self.count(outgoing)
+        meeting = self._meetings.join(self.rank, f"an exchange of {outgoing.label!r}", outgoing, carry)
+        return _Started(self._meetings, self.rank, meeting)
 
     def gather(self, value: Any, label: str = "values") -> list[Any]:
         """Every rank's value, by rank; waits for all. What sums and broadcasts over the ranks are made of."""
-        meeting = self._loopback._join(self.rank, f"a gathering of {label!r}", value, lambda brought: [brought] *
-                                       len(brought))
-        return self._loopback._take(self.rank, meeting)
+        meeting = self._meetings.join(self.rank, f"a gathering of {label!r}", value,
+                                      lambda brought: [list(brought) for _ in brought])
+        return self._meetings.take(self.rank, meeting)
 
 
 @dataclass(frozen=True)
 class _Started:
-    loopback: LoopbackWorld
+    meetings: Meetings
     rank: int
-    meeting: _Meeting
+    meeting: Meeting
 
     def wait(self) -> Tensor:
-        return self.loopback._take(self.rank, self.meeting)
+        return self.meetings.take(self.rank, self.meeting)
 
 
 def run_threads(world: LoopbackWorld, function: Callable[[LoopbackTransport], Result]) -> list[Result]:
     """Call ``function`` once for every rank, each on its own thread, with the rank's transport.
 
     Args:
-        world: the ranks; a world that has failed or finished is not used again.
+        world: the ranks; a world whose threads have run is not used for threads again.
         function: one rank's whole work. It must touch nothing that another rank's call changes.
 
     Returns:
@@ -248,30 +166,33 @@ def run_threads(world: LoopbackWorld, function: Callable[[LoopbackTransport], Re
         LoopbackError: the ranks' exchanges differ in number, order or size, or a rank was waited for too long.
     """
     results: dict[int, Result] = {}
+    meetings = world.meetings
 
     def work(rank: int) -> None:
         try:
             results[rank] = function(world.transport(rank))
-            world._leave(rank)
+            meetings.leave(rank)
         except BaseException as error:  # also SystemExit: the others must not wait for this rank
-            world.abort(rank, error)
+            meetings.abort(rank, error)
 
     threads = [threading.Thread(target=work, args=(rank,), name=f"rank{rank}", daemon=True)
                for rank in range(world.world)]
     for thread in threads:
         thread.start()
     try:
-        with world._changed:
-            world._changed.wait_for(lambda: world._error or len(world._done) == world.world)
+        meetings.wait_for_all()
     except BaseException as interruption:  # a test's timeout or Ctrl-C, raised in this thread
-        world.abort(-1, interruption)
+        meetings.abort(-1, interruption)
         raise
     end = time.monotonic() + GRACE_SECONDS
     for thread in threads:
         # A thread cannot be killed: one that computes without end is left behind, and dies with the process.
-        thread.join(max(0.0, end - time.monotonic()) if world._error else None)
-    if world._error is not None:
-        rank, error = world._error
+        thread.join(max(0.0, end - time.monotonic()) if meetings.error else None)
+    if meetings.error is not None:
+        rank, error = meetings.error
         error.add_note(f"on simulated rank {rank} of {world.world}")
         raise error
     return [results[rank] for rank in range(world.world)]
+
+
+__all__ = ["LoopbackError", "LoopbackTransport", "LoopbackWorld", "carry", "run_threads"]

@@ -1,8 +1,8 @@
 """Moving rows between the ranks of the sequence axis.
 
 A transport starts an uneven all-to-all and hands back something to wait for. It also counts what leaves
-the rank, so that tests can hold the bytes against the plan. Two exist: a process group, and nothing at
-all for one rank.
+the rank, so that tests can hold the bytes against the plan. Three exist: a process group, nothing at all
+for one rank, and ``loopback`` for simulated ranks.
 """
 
 from __future__ import annotations
@@ -52,13 +52,16 @@ class Transport(Protocol):
         ...
 
 
-class _Counting:
+class Counting:
+    """Rank, world and counters of a transport."""
+
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
         self.sent_rows: dict[str, int] = {}
         self.sent_bytes: dict[str, int] = {}
 
-    def _count(self, outgoing: Outgoing) -> None:
+    def count(self, outgoing: Outgoing) -> None:
+        """Note what leaves the rank."""
         rows, label = outgoing.rows, outgoing.label
         self.sent_rows[label] = self.sent_rows.get(label, 0) + len(rows)
         self.sent_bytes[label] = self.sent_bytes.get(label, 0) + rows.numel() * rows.element_size()
@@ -83,7 +86,7 @@ class _InFlight:
         return self.received
 
 
-class LocalTransport(_Counting):
+class LocalTransport(Counting):
     """One rank: nothing travels."""
 
     def __init__(self) -> None:
@@ -95,7 +98,7 @@ class LocalTransport(_Counting):
         return _Done(outgoing.rows)
 
 
-class ProcessGroupTransport(_Counting):
+class ProcessGroupTransport(Counting):
     """All-to-all over a torch.distributed process group (gloo or NCCL)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -104,7 +107,7 @@ class ProcessGroupTransport(_Counting):
 
     def start(self, outgoing: Outgoing) -> Pending:
         """Begin the exchange without waiting for it."""
-        self._count(outgoing)
+        self.count(outgoing)
         sent = outgoing.rows.contiguous()
         received = torch.empty(sum(outgoing.receive_counts), *sent.shape[1:], dtype=sent.dtype,
                                device=sent.device)

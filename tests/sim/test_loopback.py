@@ -143,7 +143,7 @@ def test_a_rank_that_never_comes() -> None:
 
 def test_a_failed_world_stays_failed() -> None:
     world = LoopbackWorld(2)
-    world.abort(1, ValueError("broken"))
+    world.meetings.abort(1, ValueError("broken"))
     with pytest.raises(LoopbackError, match="rank 1 failed: ValueError: broken"):
         world.transport(0).start(parcel(0, 2))
 
