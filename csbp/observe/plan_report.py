@@ -143,10 +143,10 @@ def show(result: PlanResult, console: Console | None = None) -> None:
     out.print(f"  {shape.parameters / 1e9:.2f}B parameters{active}; a pack of {geometry.num_clean:,} tokens in "
               f"{len(geometry.document_starts) - 1:,} documents, {geometry.num_blocks:,} target blocks")
     out.print(f"  parallel.kind={result.kind}: {chosen.replicas} x {chosen.plan.world} ranks, "
-              f"checkpointing {result.settings.checkpointing}\n")
+              f"checkpointing {result.settings.checkpointing}{', offloaded' * result.settings.offload}\n")
     out.print(_rank_table(result))
     memory = chosen.memory
-    parts = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer,
+    parts: dict[str, Any] = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer,
              "gathered layers": memory.gathered, "activations": memory.activations, "received keys": memory.keys,
              "logits": memory.logits}
     out.print("\n  memory of the fullest rank: " + ", ".join(

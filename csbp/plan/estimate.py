@@ -59,12 +59,14 @@ class Settings:
         checkpointing: "none", "full" or "attention", as ``parallel.checkpointing``.
         itemsize: bytes of a number in the compute dtype, which is also what travels.
         logit_rows: rows whose logits exist at once; None: all that a rank has.
+        offload: what is kept for the backward lies in CPU memory.
     """
 
     world: int
     checkpointing: str
     itemsize: int
     logit_rows: int | None = None
+    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Memory:
     Attributes:
         weights, gradients, optimizer: float32 shards.
         gathered: the layer being computed and the next one, embedding and head, whole.
-        activations: float64 [N], kept for the backward, and one layer that is computed again.
+        activations: float64 [N], kept for the backward (offloaded: of two layers), and one layer computed again.
         keys: float64 [N], received keys and values of one layer and their gradients.
         logits: float64 [N].
     """
@@ -160,7 +162,9 @@ def predict_memory(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray,
     shard = -(-shape.parameters // settings.world)
     ends = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden
     gathered = item * (ends + 2 * shape.largest_layer) if settings.world > 1 or item != _MASTER else 0
-    kept = sum(part.count * _kept(shape, part, settings) for part in shape.attention)
+    layers = [_kept(shape, part, settings) for part in shape.attention]
+    counted = zip(shape.attention, layers, strict=True)
+    kept = 2 * max(layers) if settings.offload else sum(part.count * layer for part, layer in counted)
     again = 0.0
     if settings.checkpointing != "none":
         again = max(_BESIDE_LINEAR * shape.row_width(part) * item for part in shape.attention)

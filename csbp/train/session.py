@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,7 +103,20 @@ def build_model(config: RunConfig, adapter: ModelAdapter) -> nn.Module:
     opened = open_model(folder)
     if opened.adapter.family != adapter.family:
         raise ConfigError("model.family", adapter.family, f"{folder} holds a {opened.adapter.family} model")
+    check_expected_shape(config.model.shape, opened.model.config)
     return opened.model.train()
+
+
+def check_expected_shape(expected: Mapping[str, Any], config: Any) -> None:
+    """Hold the shape that a run was planned by against the loaded weights' configuration.
+
+    Raises:
+        ConfigError: a field differs.
+    """
+    for name, value in expected.items():
+        found = getattr(config, name, value)
+        if found != value:
+            raise ConfigError(f"model.shape.{name}", value, f"the weights have {found!r}; write that, or leave it out")
 
 
 def mask_token(config: RunConfig, tokenizer: PreTrainedTokenizerFast, rows: int) -> int:
