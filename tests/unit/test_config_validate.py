@@ -47,6 +47,7 @@ SDAR, AR, CLEAN = ("objective=sdar",), ("objective=autoregressive",), "objective
     ((), {"data.tokenizer": "Qwen/Qwen3-0.6B"}),
     ((), {"model.path": "Qwen/Qwen3-0.6B"}),
     ((), {"model.init": "random", "model.shape": {"hidden_size": 8}}),
+    ((), {"model.path": "Qwen/Qwen3-0.6B", "model.shape": {"hidden_size": 8}}),  # for csbp plan; checked on loading
 ])
 def test_good_combinations_pass(folder: Path, words: tuple[str, ...], values: dict[str, Any]) -> None:
     validate_run(changed(composed(*words), {"model.path": str(folder)} | values))

@@ -1,0 +1,63 @@
+"""The bytes that ``csbp plan`` predicts are those that simulated ranks send, under every checkpointing policy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from packs import make_layout, make_pack
+from torch import Tensor, nn
+
+from csbp.attention.operator import BoundPlan
+from csbp.comm.loopback import LoopbackTransport, LoopbackWorld, run_threads
+from csbp.observe.accounting import exact_bytes
+from csbp.parallel.activations import apply_checkpointing
+from csbp.plan.counts import count_plan
+from csbp.plan.geometry import LayerKind
+from csbp.plan.plan import EXCHANGES, PackPlan
+from csbp.plan.shapes import AttentionLayers, ModelShape
+
+SHAPE = ModelShape((AttentionLayers(LayerKind(), 2, heads=4, kv_heads=2, head_dim=8),
+                    AttentionLayers(LayerKind("near", window=12), 1, heads=4, kv_heads=1, head_dim=16)),
+                   hidden=16, ffn=16, vocabulary=16, tied=True)
+WORLD = 3
+
+
+class Layer(nn.Module):
+    """One attention layer without weights: each head reads a slice of the input."""
+
+    def __init__(self, part: AttentionLayers) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor, plan: BoundPlan) -> Tensor:
+        part, width = self.part, x.shape[1]
+
+        def heads(count: int) -> Tensor:
+            return x[:, torch.arange(count * part.head_dim) % width].view(len(x), count, part.head_dim)
+
+        out = plan.attend(part.kind.name, heads(part.heads), heads(part.kv_heads), heads(part.kv_heads), layer=0)
+        return x + out.flatten(1)[:, :width]
+
+
+@pytest.mark.parametrize("policy", ["none", "attention", "full"])
+@pytest.mark.parametrize(("scheme", "exchange"), [*(("csbp", e) for e in EXCHANGES), ("context", "exact")])
+def test_predicted_bytes_are_sent(policy: str, scheme: str, exchange: str) -> None:
+    geometry = make_layout(make_pack([50, 7, 64]), 8).geometry
+    plan = PackPlan(geometry, SHAPE.kinds, WORLD, scheme, exchange)
+
+    def work(transport: LoopbackTransport) -> int:
+        bound = BoundPlan(plan.rank_plan(transport.rank), transport, backend="reference")
+        layers = [Layer(part) for part in SHAPE.attention for _ in range(part.count)]
+        apply_checkpointing(layers, policy, offload=False)
+        x = torch.randn(bound.num_clean + bound.num_noised, 16, dtype=torch.float32, requires_grad=True)
+        y = x
+        for layer in layers:
+            y = layer(y, bound)
+        y.square().sum().backward()
+        return sum(transport.sent_bytes.values())
+
+    expected = exact_bytes(SHAPE, count_plan(plan), checkpointing=policy, itemsize=4)
+    sent = run_threads(LoopbackWorld(WORLD), work)
+    assert min(sent) > 0
+    np.testing.assert_array_equal(sent, np.stack([part.sent for part in expected.values()]).sum(0))
