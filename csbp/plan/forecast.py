@@ -88,8 +88,7 @@ def forecast(case: Case, kind: str, ranks: int, settings: Settings, device: Devi
         exchange: as ``parallel.exchange``.
     """
     ranks, scheme = (1, "csbp") if kind == "data" else (ranks, kind)
-    plan = PackPlan(case.geometry, case.shape.kinds, ranks, scheme, exchange,
-                    weights=tuple(part.count for part in case.shape.attention))
+    plan = PackPlan(case.geometry, case.shape.kinds, ranks, scheme, exchange)
     counts = count_plan(plan)
     loss_rows = case.loss_rows(counts)
     seconds = predict_seconds(case.shape, counts, loss_rows, device, settings)
