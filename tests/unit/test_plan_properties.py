@@ -93,6 +93,10 @@ def check(seed: int, scheme: str, exchange: str) -> None:
     for part in plans:
         asked = [mine for mine in part.kinds.values() if mine.kind.noised]
         assert all(len(mine.here.prefix_start) for mine in asked), "a rank without query rows"
+        if scheme != "context" and np.all(part.rows.noised >= 0):
+            block = np.searchsorted(case.geometry.block_starts, part.rows.noised, "right") - 1
+            keys = case.geometry.block_document * (case.geometry.num_clean + 1) + case.geometry.block_prefix_end
+            assert np.all(np.diff(keys[block]) >= 0), "rows of similar prefixes lie together"
     counts = count_plan(plan)
     for kind in kinds:
         check_kind(plan, plans, counts.kinds[kind.name], kind)
