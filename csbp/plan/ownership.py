@@ -69,11 +69,9 @@ class Units:
 
 def row_costs(kinds: tuple[LayerKind, ...], weights: tuple[int, ...]) -> tuple[int, int]:
     """Cost of one clean and of one noised row apart from attention, over all layers, in pairs."""
-    asked = zip(kinds, weights, strict=True)
-    clean, noised = (sum(w for kind, w in zip(kinds, weights, strict=True) if has(kind)) for has in
-                     (lambda kind: kind.clean != "absent", lambda kind: kind.noised))
-    keys = sum(w for _, w in asked)
-    return PAIRS_PER_ROW * clean if clean else PAIRS_PER_KEY_ROW * keys, PAIRS_PER_ROW * noised
+    clean = sum(weight for kind, weight in zip(kinds, weights, strict=True) if kind.clean != "absent")
+    noised = sum(weight for kind, weight in zip(kinds, weights, strict=True) if kind.noised)
+    return PAIRS_PER_ROW * clean if clean else PAIRS_PER_KEY_ROW * sum(weights), PAIRS_PER_ROW * noised
 
 
 def make_units(geometry: Geometry, kinds: tuple[LayerKind, ...], weights: tuple[int, ...] | None = None) -> Units:
@@ -137,18 +135,17 @@ def _deal(items: list[np.ndarray], units: Units, world: int, cap: int) -> np.nda
     owner = np.zeros(len(units.cost), np.int64)
     queue = [(-int(units.cost[item].sum()), index, item) for index, item in enumerate(items)]
     heapq.heapify(queue)
-    loads, room = [(0, rank) for rank in range(world)], [cap] * world
+    loads = [(0, 0, rank) for rank in range(world)]  # cost, rows, rank
     serial = len(items)
     while queue:
         negative_cost, _, item = heapq.heappop(queue)
         rows, full = int(units.rows[item].sum()), []
-        while loads and room[loads[0][1]] < rows:
+        while loads and loads[0][1] + rows > cap:
             full.append(heapq.heappop(loads))
         if loads:
-            load, rank = heapq.heappop(loads)
+            load, held, rank = heapq.heappop(loads)
             owner[item] = rank
-            room[rank] -= rows
-            heapq.heappush(loads, (load - negative_cost, rank))
+            heapq.heappush(loads, (load - negative_cost, held + rows, rank))
         else:
             for unit in item:
                 heapq.heappush(queue, (-int(units.cost[unit]), serial, np.array([unit])))
@@ -168,17 +165,19 @@ def assign_units(units: Units, world: int, cap: int) -> np.ndarray:
     """int64 [U], each unit's rank."""
     if world == 1 or len(units.cost) == 0:
         return np.zeros(len(units.cost), np.int64)
-    bound = lower_bound(units.cost, world)
-    best, fullest = np.zeros(0, np.int64), 0
-    # Single units are dealt only where runs do not come close, which takes few and large units.
-    for items in (lambda: _items(units, world), lambda: list(np.arange(len(units.cost))[:, None])):
-        owner = rebalance(_deal(items(), units, world, cap), units.document, units.cost, units.rows, world, cap)
-        load = int(np.bincount(owner, units.cost, world).max())
-        if not len(best) or load < fullest:
-            best, fullest = owner, load
-        if fullest * 20 <= bound * 21:
-            break
-    return best
+
+    def spread(items: list[np.ndarray]) -> tuple[int, np.ndarray]:
+        owner = rebalance(_deal(items, units, world, cap), units.document, units.cost, units.rows, world, cap)
+        load = np.zeros(world, np.int64)
+        np.add.at(load, owner, units.cost)
+        return int(load.max()), owner
+
+    fullest, owner = spread(_items(units, world))
+    if fullest * 20 > lower_bound(units.cost, world) * 21:
+        # Units are few and large: deal them one by one, which keeps the bounds of longest processing time.
+        other, single = spread(list(np.arange(len(units.cost))[:, None]))
+        owner = single if other < fullest else owner
+    return owner
 
 
 def assign_owners(geometry: Geometry, kinds: tuple[LayerKind, ...], world: int,

@@ -89,6 +89,7 @@ class PackPlan:
     def __post_init__(self) -> None:
         assert self.scheme in SCHEMES and self.exchange in EXCHANGES
         assert len({kind.name for kind in self.kinds}) == len(self.kinds), "layer kinds must have different names"
+        assert self.weights is None or len(self.weights) == len(self.kinds)
 
     @property
     def layers(self) -> tuple[int, ...]:

@@ -178,3 +178,8 @@ def test_any_pack_is_legal(world: int) -> None:
         assert len(owners.cell_rank) == len(geometry.cell_starts) - 1
         assert np.array_equal(owners.block_rank, owners.cell_rank[geometry.block_cell])
         assert np.bincount(owners.cell_rank, minlength=world).max() <= -(-len(owners.cell_rank) // world) * 1.05 + 1
+
+
+def test_rows_without_cost_are_spread_too() -> None:
+    geometry = make_layout(make_pack([40] * 16), 8).geometry
+    assert list(np.bincount(assign_owners(geometry, (LayerKind(),), 4, weights=(0,)).cell_rank)) == [20] * 4
