@@ -18,6 +18,7 @@ from typing import Any
 from csbp.config.fields import Field, fields_of, nearest_name
 from csbp.config.places import builtin_models, families, planned_families, recipes
 from csbp.config.schema import GenerateConfig, RunConfig, SourceConfig
+from csbp.config.sources import check_sources, column_names, named_sources
 from csbp.errors import ConfigError
 
 TRACKERS = ("wandb", "tensorboard", "trackio")
@@ -175,9 +176,6 @@ def _check_objective(config: RunConfig) -> None:
 
 
 def _check_data(config: RunConfig) -> None:
-    from csbp.data.records import column_names
-    from csbp.data.stream import check_sources, named_sources
-
     data = config.data
     for group in ("train", "validation"):
         for field, source in named_sources(data, group):

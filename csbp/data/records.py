@@ -8,12 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from csbp.config.schema import SourceConfig
+from csbp.config.sources import REQUIRED, column_names
 from csbp.errors import ConfigError, UserError
-
-# Our column names, by format; the first are required, the rest are read where they exist.
-REQUIRED = {"text": ("text",), "messages": ("messages",), "sharegpt": ("conversations",),
-            "prompt_completion": ("prompt", "completion")}
-OPTIONAL = {"text": (), "messages": ("tools",), "sharegpt": ("tools",), "prompt_completion": ()}
 
 _SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
                    "model": "assistant", "bot": "assistant", "tool": "tool", "observation": "tool"}
@@ -36,20 +32,6 @@ class Record:
     messages: tuple[dict[str, Any], ...] | None = None
     tools: tuple[Any, ...] | None = None
     pair: tuple[str, str] | None = None
-
-
-def column_names(source: SourceConfig, field: str) -> dict[str, str]:
-    """Our names -> the file's column names, for the source's format.
-
-    Raises:
-        ConfigError: for a mapping of a name that the format does not have.
-    """
-    known = REQUIRED[source.format] + OPTIONAL[source.format]
-    for name in source.columns:
-        if name not in known:
-            raise ConfigError(f"{field}.columns", source.columns,
-                              f"format={source.format} has no column {name!r}; map any of {', '.join(known)}")
-    return {name: source.columns.get(name, name) for name in known}
 
 
 def check_columns(source: SourceConfig, field: str, available: Collection[str], where: str) -> None:

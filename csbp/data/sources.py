@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from csbp.config.schema import SourceConfig
+from csbp.config.sources import column_names
 from csbp.data.files import STDLIB, SourceFile, list_files
-from csbp.data.records import Record, check_columns, column_names, record_from_row
+from csbp.data.records import Record, check_columns, record_from_row
 from csbp.data.skips import Skips
 from csbp.errors import ConfigError, UserError
 

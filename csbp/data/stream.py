@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from csbp.config.schema import DataConfig, SourceConfig
+from csbp.config.sources import check_sources, named_sources
 from csbp.data.corpus import open_corpus
 from csbp.data.order import SampleOrder
 from csbp.data.packs import Cursor, PackStream
@@ -17,7 +18,7 @@ from csbp.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["Cursor", "PackStream", "check_sources", "named_sources", "open_stream", "prepare_corpora"]
+__all__ = ["Cursor", "PackStream", "open_stream", "prepare_corpora"]
 
 
 def open_stream(config: DataConfig, *, seed: int, tokenizer: PreTrainedTokenizerFast, split: str) -> PackStream:
@@ -77,28 +78,3 @@ def prepare_corpora(config: DataConfig, tokenizer: PreTrainedTokenizerFast) -> N
     for field, source in named_sources(config, "train") + named_sources(config, "validation"):
         if not source.streaming:
             open_corpus(source, field, config, tokenizer, checksums=True)
-
-
-def named_sources(config: DataConfig, group: str) -> list[tuple[str, SourceConfig]]:
-    """The sources of "train" or "validation" with the dotted names that messages call them by."""
-    name, sources = ("data.sources", config.sources) if group == "train" else ("data.validation", config.validation)
-    return [(f"{name}.{i}", source) for i, source in enumerate(sources)]
-
-
-def check_sources(config: DataConfig) -> None:
-    """Refuses settings that cannot go together, without reading anything.
-
-    Raises:
-        ConfigError: naming the field.
-    """
-    if not config.sources:
-        raise ConfigError("data.sources", [], "name at least one, e.g. data.sources=[{path: FOLDER}]")
-    if config.document_tokens is not None and config.document_tokens > config.seq_len:
-        raise ConfigError("data.document_tokens", config.document_tokens,
-                          f"a document must fit a pack: at most data.seq_len={config.seq_len}")
-    for field, source in named_sources(config, "train") + named_sources(config, "validation"):
-        if source.streaming and source.kind != "dataset":
-            raise ConfigError(f"{field}.streaming", True, f"only kind=dataset streams, not kind={source.kind}")
-        if source.streaming and not config.validation and config.validation_fraction > 0:
-            raise ConfigError("data.validation_fraction", config.validation_fraction,
-                              f"{field} is streamed, so nothing can be split off it; give data.validation, or 0")
