@@ -30,8 +30,8 @@ RUNS: dict[str, tuple[str, list[str]]] = {
                                                    "parallel.compile=true"]),
 }
 COMMON = ["experiment=quickstart", "parallel.device=cuda", "train.steps=20", "train.eval_every=0",
-          "train.sample_every=0", "train.packs_per_step=2", "checkpoint.export=false", "checkpoint.every=0", "observe.plot=false",
-          "observe.progress=lines"]
+          "train.sample_every=0", "train.packs_per_step=2", "checkpoint.export=false", "checkpoint.every=0",
+          "observe.plot=false", "observe.progress=lines"]
 
 
 def run(words: list[str], folder: Path) -> dict[str, Any]:
