@@ -136,7 +136,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
     query, key, value, ctx.handle, ctx.scale = inputs
     ctx.save_for_backward(query, key, value, *output)
     ctx.set_materialize_grads(False)
-    if not torch.compiler.is_compiling():
+    if type(ctx.handle) is int:  # while a compiler traces, it may be a symbol
         ctx.call = _CALLS.get(ctx.handle)  # an eager graph keeps its plan alive by itself
 
 

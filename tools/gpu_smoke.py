@@ -1,0 +1,84 @@
+"""Short runs on one and two GPUs that must agree: ``gpu_smoke.py OUT.json [KEY=VALUE ...]``.
+
+The same 20 steps of quickstart's model in float32: one GPU; two GPUs by csbp, context and block; csbp with compiled
+layers and selective checkpointing; csbp with bfloat16 compute beside one GPU with it. Prints and records the largest
+relative difference of losses and gradient norms from the one-GPU run.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+RUNS: dict[str, tuple[str, list[str]]] = {
+    "one": ("one", ["parallel.nproc=1"]),
+    "csbp": ("one", ["parallel.nproc=2"]),
+    "csbp, compiled, attention kept": ("one", ["parallel.nproc=2", "parallel.compile=true",
+                                               "parallel.checkpointing=attention"]),
+    "csbp, all gathered": ("one", ["parallel.nproc=2", "parallel.exchange=all_gather"]),
+    "context": ("one", ["parallel.nproc=2", "parallel.kind=context"]),
+    "block": ("one", ["parallel.nproc=2", "parallel.kind=block"]),
+    "data": ("one", ["parallel.nproc=2", "parallel.kind=data", "train.packs_per_step=2"]),
+    "one, bfloat16": ("one, bfloat16", ["parallel.nproc=1", "train.dtype=bfloat16"]),
+    "csbp, bfloat16, compiled": ("one, bfloat16", ["parallel.nproc=2", "train.dtype=bfloat16",
+                                                   "parallel.compile=true"]),
+}
+COMMON = ["experiment=quickstart", "parallel.device=cuda", "train.steps=20", "train.eval_every=0",
+          "train.sample_every=0", "train.packs_per_step=2", "checkpoint.export=false", "checkpoint.every=0",
+          "observe.plot=false", "observe.progress=lines"]
+
+
+def run(words: list[str], folder: Path) -> dict[str, Any]:
+    """One training run; its losses, gradient norms and steady step time."""
+    command = [sys.executable, "-m", "csbp.cli", "train", *COMMON, *words, f"run_dir={folder}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    if done.returncode:
+        return {"error": (done.stdout + done.stderr)[-1500:]}
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    seconds = sorted(r["clean_tokens"] / r["tokens_per_second"] for r in rows[10:])
+    return {"losses": [r["loss"] for r in rows], "grad_norms": [r["grad_norm"] for r in rows],
+            "median_step_seconds": seconds[len(seconds) // 2]}
+
+
+def apart(a: list[float], b: list[float]) -> float:
+    """Largest relative difference."""
+    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+
+def main(out: Path, words: list[str]) -> int:
+    """Run all, compare, record."""
+    import torch
+    import transformers
+
+    found: dict[str, dict[str, Any]] = {}
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, (base, own) in RUNS.items():
+            started = time.time()
+            found[name] = run([*words, *own], Path(scratch) / name.replace(" ", "_").replace(",", ""))
+            row = {"name": name, "compared_with": base, "settings": own, "seconds": round(time.time() - started)}
+            if "error" in found[name]:
+                row |= found[name]
+            else:
+                row |= {"loss_difference": apart(found[name]["losses"], found[base]["losses"]),
+                        "grad_norm_difference": apart(found[name]["grad_norms"], found[base]["grad_norms"]),
+                        "last_loss": found[name]["losses"][-1],
+                        "median_step_seconds": found[name]["median_step_seconds"]}
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    record = {"command": "python tools/gpu_smoke.py", "date": time.strftime("%Y-%m-%d"),
+              "device": torch.cuda.get_device_name(0), "gpus": torch.cuda.device_count(),
+              "versions": {"python": platform.python_version(), "torch": torch.__version__,
+                           "transformers": transformers.__version__}, "runs": rows}
+    out.write_text(json.dumps(record, indent=1) + "\n")
+    return any("error" in row for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
