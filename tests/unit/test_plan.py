@@ -53,7 +53,7 @@ def truth(geometry: Geometry, kind: LayerKind, rows: RankPlan) -> list[set[tuple
             for a, b, c, d in zip(part.prefix_start, part.prefix_end, part.block_start, part.block_end, strict=True)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(geometries(), st.integers(1, 7))
 def test_every_pair_once_and_only_what_is_missing_travels(geometry: Geometry, world: int) -> None:
     plans = [plan_rank(geometry, KINDS, world, rank) for rank in range(world)]
@@ -81,7 +81,7 @@ def test_every_pair_once_and_only_what_is_missing_travels(geometry: Geometry, wo
             assert plan.kinds[kind.name].pairs == sum(len(keys) for keys in expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(geometries(), st.integers(1, 7))
 def test_a_rank_always_has_a_query_row_of_every_kind(geometry: Geometry, world: int) -> None:
     for rank in range(world):
