@@ -7,6 +7,7 @@ for one rank, and ``loopback`` for simulated ranks.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,6 +47,7 @@ class Transport(Protocol):
     world: int
     sent_rows: dict[str, int]
     sent_bytes: dict[str, int]
+    waited_seconds: float
 
     def start(self, outgoing: Outgoing) -> Pending:
         """Begin; every rank of the axis must start the same exchanges in the same order, empty or not."""
@@ -59,6 +61,7 @@ class Counting:
         self.rank, self.world = rank, world
         self.sent_rows: dict[str, int] = {}
         self.sent_bytes: dict[str, int] = {}
+        self.waited_seconds = 0.0  # of the host, for exchanges that were not over when their rows were needed
 
     def count(self, outgoing: Outgoing) -> None:
         """Note what leaves the rank."""
@@ -80,9 +83,12 @@ class _InFlight:
     work: dist.Work
     received: Tensor
     sent: Tensor  # kept alive until the exchange is over
+    transport: Counting
 
     def wait(self) -> Tensor:
+        started = time.perf_counter()
         self.work.wait()
+        self.transport.waited_seconds += time.perf_counter() - started
         return self.received
 
 
@@ -114,4 +120,4 @@ class ProcessGroupTransport(Counting):
         work = dist.all_to_all_single(received, sent, list(outgoing.receive_counts),
                                       list(outgoing.send_counts), group=self.group, async_op=True)
         assert work is not None
-        return _InFlight(work, received, sent)
+        return _InFlight(work, received, sent, self)

@@ -57,7 +57,9 @@ class Recorder:
         values: dict[str, Any] = {
             "loss": result.loss, "grad_norm": result.grad_norm, "lr": rate, "tokens_per_second": pace,
             "supervised_tokens": result.supervised, "masked_accuracy": result.accuracy, "updated": result.updated,
-            "clean_tokens": result.clean_tokens, "epoch": epoch}
+            "clean_tokens": result.clean_tokens, "epoch": epoch, "wire_bytes": result.wire_bytes,
+            "exposed_seconds": result.exposed_seconds,
+            "model_flops_per_second": result.model_flops * pace / max(result.clean_tokens, 1)}
         if len(result.terms) > 1:
             values |= {f"loss_{name}": value for name, value in result.terms.items()}
         self.writer.step(step, values)

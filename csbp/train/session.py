@@ -20,6 +20,7 @@ from csbp.models.protocol import ModelAdapter
 from csbp.models.registry import get_adapter
 from csbp.parallel.apply import parallelize
 from csbp.parallel.runtime import Runtime
+from csbp.plan.shapes import model_shape
 from csbp.train.optimizer import build_optimizer
 from csbp.train.step import Noising, StepRunner
 
@@ -77,7 +78,8 @@ def open_session(config: RunConfig, runtime: Runtime) -> Session:
     objective, noise = evaluation_of(config.objective, config.noise, config.train.eval_t_min)
     return Session(
         config, runtime, tokenizer, adapter, model, build_optimizer(model, config.optim),
-        StepRunner(model, adapter, runtime, config.attention.backend),
+        StepRunner(model, adapter, runtime, config.attention.backend,
+                   model_shape(adapter.export_config(model, {}), config.objective.clean_stream)),
         training=Noising(config.objective, config.noise, mask, config.seed),
         evaluation=Noising(objective, noise, mask, config.train.eval_seed),
         train_stream=streams["train"], held_out=streams["validation"],

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,10 +17,13 @@ from csbp.diffusion.build import build_layout
 from csbp.diffusion.layout import StreamLayout
 from csbp.diffusion.loss import denominator, term_sums
 from csbp.models.protocol import LocalBatch, ModelAdapter
+from csbp.observe.accounting import model_flops
 from csbp.parallel.fsdp import reshard
 from csbp.parallel.gradients import clip, global_norm
 from csbp.parallel.runtime import Runtime
+from csbp.plan.counts import attended_pairs
 from csbp.plan.plan import plan_rank
+from csbp.plan.shapes import ModelShape
 from csbp.train.scatter import scatter
 
 
@@ -54,6 +58,9 @@ class StepResult:
         grad_norm: before clipping; NaN in an evaluation.
         updated: False where a loss or gradient was not finite and no rank changed its weights.
         stop: some rank was asked to stop.
+        model_flops: what the objective asks for (see ``observe.accounting``), the same on any topology.
+        wire_bytes: bytes of keys and their gradients that all ranks sent.
+        exposed_seconds: mean over ranks of the time that the host waited for rows (on the CPU: exposed communication).
     """
 
     loss: float
@@ -64,13 +71,18 @@ class StepResult:
     grad_norm: float = math.nan
     updated: bool = False
     stop: bool = False
+    model_flops: float = 0.0
+    wire_bytes: int = 0
+    exposed_seconds: float = 0.0
 
 
 class StepRunner:
     """Runs packs through a model. Holds no state that a checkpoint would need."""
 
-    def __init__(self, model: nn.Module, adapter: ModelAdapter, runtime: Runtime, backend: str) -> None:
+    def __init__(self, model: nn.Module, adapter: ModelAdapter, runtime: Runtime, backend: str,
+                 shape: ModelShape | None = None) -> None:
         self.model, self.adapter, self.runtime, self.backend = model, adapter, runtime, backend
+        self.shape = shape  # for counting FLOPs; None: not counted
 
     def prepare(self, packs: Sequence[PackedBatch], noising: Noising, step: int) -> list[Work]:
         """This rank's micro-batches of a step's packs: pack i goes to replica i mod dp.
@@ -108,6 +120,8 @@ class StepRunner:
     def run(self, works: Sequence[Work], *, train: bool, stop: bool = False) -> StepResult:
         """Losses of the packs; with ``train`` also gradients, summed over ranks and micro-batches."""
         counts, tokens, supervised, stopping = self.counts(works, stop)
+        transport = self.runtime.transport
+        sent, waited = sum(transport.sent_bytes.values()), transport.waited_seconds
         sums = dict.fromkeys(counts, 0.0)
         correct = hidden = 0.0
         for work in works:
@@ -126,12 +140,27 @@ class StepRunner:
                     hidden += float(term_sum.hidden)
         if not train:
             reshard(self.model)
-        *totals, correct, hidden = self.runtime.total([*sums.values(), correct, hidden])
+        sent, waited = sum(transport.sent_bytes.values()) - sent, transport.waited_seconds - waited
+        *totals, correct, hidden, flops, sent_all, waited_all = self.runtime.total(
+            [*sums.values(), correct, hidden, self._flops(works), float(sent), waited])
         scales = {term.name: term.scale for term in works[0].layout.terms}
         terms = {name: total / denominator(counts[name]) for name, total in zip(sums, totals, strict=True)}
         return StepResult(loss=sum(scales[name] * value for name, value in terms.items()), terms=terms,
                           accuracy=correct / hidden if hidden else math.nan, clean_tokens=tokens,
-                          supervised=supervised, stop=stopping)
+                          supervised=supervised, stop=stopping, model_flops=flops, wire_bytes=int(sent_all),
+                          exposed_seconds=waited_all / self.runtime.world)
+
+    def _flops(self, works: Sequence[Work]) -> float:
+        """Model FLOPs of this replica's packs, counted on one rank of its sequence axis."""
+        if self.shape is None or self.runtime.csbp_rank:
+            return 0.0
+        total = 0.0
+        for work in works:
+            geometry = work.layout.geometry
+            pairs = {part.kind.name: attended_pairs(geometry, part.kind) for part in self.shape.attention}
+            asked = np.unique(np.concatenate([term.rows for term in work.layout.terms])).size
+            total += model_flops(self.shape, pairs, geometry.num_clean + geometry.num_noised, asked)
+        return total
 
     def update(self, result: StepResult, optimizer: torch.optim.Optimizer, clip_norm: float) -> StepResult:
         """Clip and apply the gradients, unless anything is not finite anywhere; then no rank changes."""

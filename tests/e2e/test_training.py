@@ -27,18 +27,25 @@ TOPOLOGIES = [(2, {"csbp": 2}), (2, {"kind": "context"}), pytest.param(2, {"kind
 
 
 @pytest.fixture(scope="module")
-def one_rank(ranks: Any, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def one_rank(ranks: Any, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("one")
     assert ranks(1, train_here, tiny_run(corpus, run)) == [0]
     assert losses(run)[-1] < losses(run)[0]
-    return losses(run)
+    return run
+
+
+def model_flops(run: Path) -> list[float]:
+    return [row["model_flops_per_second"] * row["clean_tokens"] / row["tokens_per_second"] for row in steps_of(run)]
 
 
 @pytest.mark.parametrize(("world", "parallel"), TOPOLOGIES)
-def test_losses_do_not_depend_on_the_topology(ranks: Any, corpus: Path, tmp_path: Path, one_rank: list[float],
+def test_losses_do_not_depend_on_the_topology(ranks: Any, corpus: Path, tmp_path: Path, one_rank: Path,
                                               world: int, parallel: dict[str, Any]) -> None:
     assert ranks(world, train_here, tiny_run(corpus, tmp_path, parallel=parallel)) == [0] * world
-    np.testing.assert_allclose(losses(tmp_path), one_rank, rtol=1e-5)
+    np.testing.assert_allclose(losses(tmp_path), losses(one_rank), rtol=1e-5)
+    travels = parallel.get("kind", "csbp") in ("csbp", "context") and parallel.get("csbp", world) > 1
+    assert all((row["wire_bytes"] > 0) == travels for row in steps_of(tmp_path))
+    np.testing.assert_allclose(model_flops(tmp_path), model_flops(one_rank), rtol=1e-12)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
