@@ -105,6 +105,7 @@ class ParallelConfig:
     exchange: str = option("exact", "keys that a rank receives: just those its rows see, or all of them",
                            choices=("exact", "all_gather"))
     csbp: int | None = option(None, "size of the sequence axis; null: all remaining ranks", low=1)
+    dp_replicate: int = option(1, "copies of the sharded weights among the replicas (hybrid sharding)", low=1)
     checkpointing: str = option("none", "what a layer's backward computes again: nothing, all of it, or all but "
                                 "attention", choices=("none", "full", "attention"))
     offload: bool = option(False, "keep what is kept for the backward in CPU memory")

@@ -211,6 +211,10 @@ def _check_numbers(config: RunConfig) -> None:
                                                           f"{', '.join(map(str, divisors))}")
     if parallel.kind == "data" and parallel.csbp not in (None, 1):
         raise ConfigError("parallel.csbp", parallel.csbp, "parallel.kind=data has no sequence axis; leave it out")
+    replicas = parallel.nproc // (1 if parallel.kind == "data" else parallel.csbp or parallel.nproc)
+    if replicas % parallel.dp_replicate:
+        raise ConfigError("parallel.dp_replicate", parallel.dp_replicate,
+                          f"must divide the {replicas} data-parallel replicas (nproc / csbp)")
     for name in ("beta1", "beta2"):
         if getattr(optim, name) == 1:
             raise ConfigError(f"optim.{name}", 1.0, "must be below 1")

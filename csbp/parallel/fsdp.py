@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
 def shard_model(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, compute: torch.dtype) -> nn.Module:
-    """Shard a model's parameters, in place, over a one-axis mesh.
+    """Shard a model's parameters, in place, over a mesh.
 
     Gradients come out *summed* over the ranks: each rank's loss is already divided by the global counts,
     and a rank holds a part of a pack, not a replica of it.
@@ -19,7 +19,7 @@ def shard_model(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, 
     Args:
         model: full-size float32 parameters, equal on every rank.
         units: modules that are gathered and freed as one, in forward order.
-        mesh: all ranks, also a single one.
+        mesh: all ranks, also a single one; two axes (replicate, shard) keep copies of the shards.
         compute: dtype of the forward and backward; gradients are reduced in float32 or the masters' dtype.
     """
     master = next(model.parameters()).dtype

@@ -29,7 +29,7 @@ class Runtime:
         rank, world, local_rank: as torchrun numbers them.
         device: where this rank computes.
         dp, csbp: sizes of the mesh axes; dp_rank, csbp_rank: this rank's place on them.
-        shard_mesh: one axis over all ranks, for FSDP.
+        shard_mesh: for FSDP: one axis over all ranks, or two where weights are also replicated.
         transport: moves rows along the csbp axis.
         scheme, exchange: how packs are planned over the csbp axis (see ``PackPlan``).
         run_dir: the run folder, the same on every rank.
@@ -124,6 +124,8 @@ def mesh_sizes(config: ParallelConfig, world: int) -> tuple[int, int]:
     csbp = 1 if config.kind == "data" else config.csbp or world
     if world % csbp:
         raise ConfigError("parallel.csbp", csbp, f"must divide parallel.nproc={world}")
+    if world // csbp % config.dp_replicate:
+        raise ConfigError("parallel.dp_replicate", config.dp_replicate, f"must divide the {world // csbp} replicas")
     return world // csbp, csbp
 
 
@@ -153,8 +155,11 @@ def start_runtime(config: ParallelConfig, run_dir: Callable[[], Path]) -> Runtim
             timeout=timedelta(seconds=config.timeout_seconds),
             device_id=device if device.type == "cuda" else None)
     mesh = init_device_mesh(device.type, (dp, csbp), mesh_dim_names=("dp", "csbp"))
+    copies = config.dp_replicate
+    shard = mesh._flatten("shard") if copies == 1 else init_device_mesh(
+        device.type, (copies, world // copies), mesh_dim_names=("replicate", "shard"))
     transport: Transport = ProcessGroupTransport(mesh["csbp"].get_group()) if csbp > 1 else LocalTransport()
-    runtime = Runtime(rank, world, local_rank, device, dp, csbp, mesh._flatten("shard"), transport, Path(),
+    runtime = Runtime(rank, world, local_rank, device, dp, csbp, shard, transport, Path(),
                       scheme="csbp" if config.kind == "data" else config.kind, exchange=config.exchange)
     runtime.run_dir = Path(runtime.on_main(run_dir))
     return runtime

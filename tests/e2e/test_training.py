@@ -23,7 +23,9 @@ TOPOLOGIES = [(2, {"csbp": 2}), (2, {"kind": "context"}), pytest.param(2, {"kind
               pytest.param(3, {"csbp": 3, "exchange": "all_gather"}, marks=slow),
               pytest.param(4, {"csbp": 2}, marks=slow), pytest.param(4, {"csbp": 4}, marks=slow),
               pytest.param(4, {"csbp": 2, "kind": "context"}, marks=slow),
-              pytest.param(4, {"csbp": 2, "kind": "block"}, marks=slow)]
+              pytest.param(4, {"csbp": 2, "kind": "block"}, marks=slow),
+              pytest.param(4, {"csbp": 2, "dp_replicate": 2}, marks=slow),
+              pytest.param(4, {"csbp": 1, "dp_replicate": 2}, marks=slow)]
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +59,19 @@ def test_three_and_seven_steps_are_ten(ranks: Any, corpus: Path, tmp_path: Path,
     assert [x.hex() for x in losses(parts)] == [x.hex() for x in losses(whole)]
     assert [r["grad_norm"] for r in steps_of(parts)] == [r["grad_norm"] for r in steps_of(whole)]
     assert final_weights(parts) == final_weights(whole)
+
+
+MOVES = [({"csbp": 1}, 1, {}, 3), ({}, 3, {"csbp": 1, "dp_replicate": 2}, 4),
+         ({"csbp": 2, "dp_replicate": 2}, 4, {}, 2)]
+
+
+@pytest.mark.parametrize(("before", "first", "after", "second"), [
+    pytest.param(*move, marks=[] if i == 0 else slow) for i, move in enumerate(MOVES)])
+def test_a_run_goes_on_on_another_topology(ranks: Any, corpus: Path, tmp_path: Path, one_rank: Path, first: int,
+                                           second: int, before: dict[str, Any], after: dict[str, Any]) -> None:
+    ranks(first, train_here, tiny_run(corpus, tmp_path, train={"steps": 4}, parallel=before))
+    ranks(second, train_here, tiny_run(corpus, tmp_path, resume="auto", parallel=after))
+    np.testing.assert_allclose(losses(tmp_path), losses(one_rank), rtol=1e-5)
 
 
 def stop_at_four(config: Any, rank: int) -> int:
