@@ -53,12 +53,12 @@ class BoundPlan:
     numbers_layers = False
 
     def __init__(self, rank_plan: RankPlan, transport: Transport, device: torch.device | str = "cpu",
-                 backend: str = "auto") -> None:
+                 backend: str = "auto", wire: torch.dtype | None = None) -> None:
         assert (rank_plan.rank, rank_plan.world) == (transport.rank, transport.world)
         self.rank_plan, self.transport = rank_plan, transport
         self.num_clean, self.num_noised = len(rank_plan.rows.clean), len(rank_plan.rows.noised)
         travels = rank_plan.world > 1 and rank_plan.scheme != "block"
-        self.kinds = {name: _bind(kind, travels, device, backend) for name, kind in rank_plan.kinds.items()}
+        self.kinds = {name: _bind(kind, travels, device, backend, wire) for name, kind in rank_plan.kinds.items()}
         self._calls = {name: _Call(kind, transport) for name, kind in self.kinds.items()}
         self._handles = {name: next(_HANDLES) for name in self.kinds}
         for name, handle in self._handles.items():
@@ -90,7 +90,8 @@ class BoundPlan:
         return out
 
 
-def _bind(kind: KindPlan, travels: bool, device: torch.device | str, backend: str) -> BoundKind:
+def _bind(kind: KindPlan, travels: bool, device: torch.device | str, backend: str,
+          wire: torch.dtype | None) -> BoundKind:
     def mask(ranges: Any) -> IntervalMask:
         return IntervalMask.from_arrays(ranges.prefix_start, ranges.prefix_end, ranges.block_start,
                                         ranges.block_end, device)
@@ -100,7 +101,7 @@ def _bind(kind: KindPlan, travels: bool, device: torch.device | str, backend: st
         here=mask(kind.here), arrived=mask(kind.arrived),
         send=torch.from_numpy(exchange.send).to(device), send_counts=exchange.send_counts,
         receive_counts=exchange.receive_counts, to_global=torch.from_numpy(exchange.to_global).to(device),
-        backend=get_backend(backend), travels=travels)
+        backend=get_backend(backend), travels=travels, wire=wire)
 
 
 @torch.library.custom_op("csbp::attend", mutates_args=())

@@ -31,6 +31,8 @@ class BoundKind:
         send: int64, own rows to send, by destination; in the "csbp" scheme clean rows only.
         to_global: int64 [R], permutation of the received rows into global order.
         backend: the kernel.
+        travels: whether any rank sends anything.
+        wire: dtype in which gradients travel home; None: that of the keys.
     """
 
     here: IntervalMask
@@ -41,6 +43,7 @@ class BoundKind:
     to_global: Tensor
     backend: Backend
     travels: bool
+    wire: torch.dtype | None = None
 
 
 def _ship(key: Tensor, value: Tensor, kind: BoundKind) -> Outgoing:
@@ -87,8 +90,9 @@ def backward_phases(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out
         far_key, far_value = _unpack((yield None), kind, key_dim)
         dq_far, dk_far, dv_far = kind.backend.backward(dout, query, far_key, far_value, lse, delta, kind.arrived,
                                                        scale)
-        home = torch.empty(*far_key.shape[:2], key_dim + value.shape[-1], dtype=key.dtype, device=key.device)
-        home[kind.to_global] = torch.cat((dk_far, dv_far), -1).to(key.dtype)
+        wire = kind.wire or key.dtype
+        home = torch.empty(*far_key.shape[:2], key_dim + value.shape[-1], dtype=wire, device=key.device)
+        home[kind.to_global] = torch.cat((dk_far, dv_far), -1).to(wire)
         yield Outgoing(home, kind.receive_counts, kind.send_counts, "gradients")
     dq, dk, dv = kind.backend.backward(dout, query, key, value, lse, delta, kind.here, scale)
     if kind.travels:

@@ -104,6 +104,8 @@ class ParallelConfig:
                        "axis", choices=("csbp", "context", "block", "data"))
     exchange: str = option("exact", "keys that a rank receives: just those its rows see, or all of them",
                            choices=("exact", "all_gather"))
+    gradient_wire: str = option("compute", "dtype in which gradients of keys travel home; they are summed in float32 "
+                                "either way", choices=("compute", "float32"))
     csbp: int | None = option(None, "size of the sequence axis; null: all remaining ranks", low=1)
     dp_replicate: int = option(1, "copies of the sharded weights among the replicas (hybrid sharding)", low=1)
     checkpointing: str = option("none", "what a layer's backward computes again: nothing, all of it, or all but "
@@ -146,6 +148,7 @@ class TrainConfig:
     packs_per_step: int = option(1, "packs in one optimizer step, over all ranks and micro-batches", low=1)
     dtype: str = option("float32", "compute dtype; master weights are always float32",
                         choices=("float32", "bfloat16"))
+    deterministic: bool = option(False, "only algorithms that repeat bit for bit, or an error where torch has none")
     eval_every: int = option(0, "held-out loss every so many steps; 0: only before and after", low=0)
     eval_packs: int = option(8, "packs of held-out text in one evaluation", low=1)
     eval_seed: int = option(1234, "seed of the fixed evaluation noise")

@@ -32,6 +32,7 @@ class Runtime:
         shard_mesh: for FSDP: one axis over all ranks, or two where weights are also replicated.
         transport: moves rows along the csbp axis.
         scheme, exchange: how packs are planned over the csbp axis (see ``PackPlan``).
+        gradient_wire: dtype in which gradients of keys travel home; None: the compute dtype.
         run_dir: the run folder, the same on every rank.
     """
 
@@ -46,6 +47,7 @@ class Runtime:
     run_dir: Path
     scheme: str = "csbp"
     exchange: str = "exact"
+    gradient_wire: torch.dtype | None = None
 
     @property
     def dp_rank(self) -> int:
@@ -160,6 +162,7 @@ def start_runtime(config: ParallelConfig, run_dir: Callable[[], Path]) -> Runtim
         device.type, (copies, world // copies), mesh_dim_names=("replicate", "shard"))
     transport: Transport = ProcessGroupTransport(mesh["csbp"].get_group()) if csbp > 1 else LocalTransport()
     runtime = Runtime(rank, world, local_rank, device, dp, csbp, shard, transport, Path(),
-                      scheme="csbp" if config.kind == "data" else config.kind, exchange=config.exchange)
+                      scheme="csbp" if config.kind == "data" else config.kind, exchange=config.exchange,
+                      gradient_wire=torch.float32 if config.gradient_wire == "float32" else None)
     runtime.run_dir = Path(runtime.on_main(run_dir))
     return runtime

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,6 +66,9 @@ def open_session(config: RunConfig, runtime: Runtime) -> Session:
     Raises:
         ConfigError: something in the configuration cannot work with this tokenizer, data or model.
     """
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     adapter = get_adapter(config.model.family)
     tokenizer = run_tokenizer(config)
     runtime.on_main(lambda: prepare_corpora(config.data, tokenizer))

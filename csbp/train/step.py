@@ -101,7 +101,7 @@ class StepRunner:
             plan = plan_rank(layout.geometry, kinds, runtime.csbp, runtime.csbp_rank, scheme=runtime.scheme,
                              exchange=runtime.exchange)
             works.append(Work(layout, scatter(layout, plan.rows, runtime.device),
-                              BoundPlan(plan, runtime.transport, runtime.device, self.backend)))
+                              BoundPlan(plan, runtime.transport, runtime.device, self.backend, runtime.gradient_wire)))
         return works
 
     def counts(self, works: Sequence[Work], stop: bool = False) -> tuple[dict[str, float], int, int, bool]:
