@@ -59,13 +59,15 @@ class PlanResult:
     def received(self, forecast: Forecast) -> np.ndarray:
         """Bytes into each rank for one pack, float64 [N]."""
         parts = exact_bytes(self.case.shape, forecast.counts, checkpointing=self.settings.checkpointing,
-                            itemsize=self.settings.itemsize)
+                            itemsize=self.settings.itemsize,
+                            gradient_itemsize=self.settings.gradient_itemsize)
         return np.stack([part.received for part in parts.values()]).sum(0)
 
     def sent(self, forecast: Forecast) -> np.ndarray:
         """Bytes out of each rank for one pack, float64 [N]."""
         parts = exact_bytes(self.case.shape, forecast.counts, checkpointing=self.settings.checkpointing,
-                            itemsize=self.settings.itemsize)
+                            itemsize=self.settings.itemsize,
+                            gradient_itemsize=self.settings.gradient_itemsize)
         return np.stack([part.sent for part in parts.values()]).sum(0)
 
     def formula(self, kind: str) -> float:

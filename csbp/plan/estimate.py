@@ -60,6 +60,7 @@ class Settings:
         itemsize: bytes of a number in the compute dtype, which is also what travels.
         logit_rows: rows whose logits exist at once; None: all that a rank has.
         offload: what is kept for the backward lies in CPU memory.
+        gradient_itemsize: bytes of a number of dK and dV on the wire; None: as ``itemsize``.
     """
 
     world: int
@@ -67,6 +68,7 @@ class Settings:
     itemsize: int
     logit_rows: int | None = None
     offload: bool = False
+    gradient_itemsize: int | None = None
 
 
 @dataclass(frozen=True)
@@ -147,8 +149,8 @@ def predict_seconds(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray
         attention += part.count * forward * runs_attention
         # Own rows are assumed to be as popular as received ones.
         here = forward * (counts.rows / np.maximum(counts.rows + kind.received, 1))
-        row_bytes = part.row_elements * settings.itemsize
-        keys, gradients = kind.received * row_bytes / link, kind.sent * row_bytes / link
+        keys = kind.received * part.row_elements * settings.itemsize / link
+        gradients = kind.sent * part.row_elements * (settings.gradient_itemsize or settings.itemsize) / link
         trips = key_trips(policy)
         exposed += part.count * ((trips - 1) * np.maximum(keys - here, 0) + keys
                                  + np.maximum(gradients - BACKWARD_PAIRS * here, 0))
