@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,11 +39,12 @@ _SHOWN_BLOCKS = 12
 _PIPED_WIDTH = 120
 
 
-def run_check(config: RunConfig, console: Console | None = None) -> int:
+def run_check(config: RunConfig, words: Sequence[str] = (), console: Console | None = None) -> int:
     """Say what the run would read, learn and need, section after section.
 
     Args:
         config: a valid configuration.
+        words: the settings as the user gave them, for the command that is shown at the end.
         console: where to; by default stdout, plain and 120 columns wide where that is no terminal.
 
     Returns:
@@ -63,8 +66,7 @@ def run_check(config: RunConfig, console: Console | None = None) -> int:
     _show_data(config, streams, out)
     _show_sample(config, streams["train"], tokenizer, out)
     _check_memory(config, adapter, model, rows, streams["train"], device, out)
-    out.print("\nNothing stands in the way: csbp train " + (f"experiment={config.experiment}" if config.experiment
-                                                             else "…"))
+    out.print(f"\nNothing stands in the way: {shlex.join(['csbp', 'train', *words])}")
     return 0
 
 

@@ -103,7 +103,7 @@ def _check(arguments: argparse.Namespace) -> int:
     validate_run(config)
     from csbp.check import run_check
 
-    return run_check(config)
+    return run_check(config, arguments.settings)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

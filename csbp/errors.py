@@ -23,3 +23,7 @@ class ConfigError(UserError, ValueError):
     def __init__(self, field: str, value: object, fix: str) -> None:
         self.field, self.value, self.fix = field, value, fix
         super().__init__(f"{field}={value!r}: {fix}")
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
+        """As its three arguments: an error of one rank is shown to all."""
+        return type(self), (self.field, self.value, self.fix)

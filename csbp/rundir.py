@@ -27,7 +27,6 @@ from csbp.config.typed import load_config, save_config
 from csbp.errors import ConfigError, UserError
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
-_RUN_FILES = (CONFIG, "metrics.jsonl", "checkpoints")  # any of these: a run has been here
 # A resumed run with another of these would be another run.
 _FIXED = ("recipe", "seed", "model.", "objective.", "noise.", "data.", "train.packs_per_step")
 _FREE_DATA = ("data.cache_dir",)
@@ -55,6 +54,8 @@ def prepare_run_dir(config: RunConfig) -> Path:
                                                       "choose another folder")
         if (folder / CONFIG).exists():
             _check_same_run(folder, config)
+    elif (folder / CONFIG).exists():
+        _keep_config(folder)
     try:
         save_config(config, folder / CONFIG)
         (folder / ENVIRONMENT).write_text(json.dumps(describe_environment(), indent=1) + "\n", encoding="utf-8")
@@ -64,8 +65,9 @@ def prepare_run_dir(config: RunConfig) -> Path:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run has been started in a folder."""
-    return any((folder / name).exists() for name in _RUN_FILES)
+    """Whether a run in a folder has got as far as its first step; one that was refused leaves nothing to lose."""
+    metrics = folder / "metrics.jsonl"
+    return has_checkpoint(folder) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -103,10 +105,15 @@ def _check_same_run(folder: Path, config: RunConfig) -> None:
         if key.startswith(_NOTABLE):
             print(f"csbp: resuming with {key}={now[key]!r}, before {before.get(key)!r}", file=sys.stderr)
     if set(changed) - {"resume"}:
-        earlier = folder / "earlier"
-        earlier.mkdir(exist_ok=True)
-        number = len(list(earlier.glob("config-*.yaml"))) + 1
-        shutil.copyfile(folder / CONFIG, earlier / f"config-{number:03d}.yaml")
+        _keep_config(folder)
+
+
+def _keep_config(folder: Path) -> None:
+    """A config.yaml that is about to be replaced stays in ``earlier/``."""
+    earlier = folder / "earlier"
+    earlier.mkdir(exist_ok=True)
+    number = len(list(earlier.glob("config-*.yaml"))) + 1
+    shutil.copyfile(folder / CONFIG, earlier / f"config-{number:03d}.yaml")
 
 
 def _flat(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -119,6 +119,7 @@ class _Job:
         once, one that a signal ended is named before those that only lost their peer."""
         while True:
             if self.stopping and not self.passed_on:
+                print("csbp: stopping: the ranks finish their step and save", file=sys.stderr, flush=True)
                 self._signal_all(signal.SIGTERM)
                 self.passed_on = True
             codes = [process.poll() for process in self.processes]

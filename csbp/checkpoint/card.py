@@ -35,6 +35,13 @@ _SETTINGS = {
 }
 
 
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """summary.json of a run; empty if there is none yet."""
+    path = run_dir / "summary.json"
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
+
+
 def run_facts(run_dir: Path, summary: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What ``config.yaml`` and the summary of a run say, under readable names. What is missing says nothing.
 
@@ -47,9 +54,9 @@ def run_facts(run_dir: Path, summary: Mapping[str, Any] | None = None) -> dict[s
 
         config = OmegaConf.load(run_dir / "config.yaml")
         facts |= {label: OmegaConf.select(config, key) for key, label in _SETTINGS.items()}
-    if summary is None and (run_dir / "summary.json").exists():
-        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-    facts |= {label: (summary or {}).get(key) for key, label in _RESULTS.items()}
+    if summary is None:
+        summary = read_summary(run_dir)
+    facts |= {label: summary.get(key) for key, label in _RESULTS.items()}
     return {label: value for label, value in facts.items() if value not in (None, "")}
 
 

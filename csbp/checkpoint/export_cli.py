@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from csbp.checkpoint.card import run_facts
+from csbp.checkpoint.card import read_summary, run_facts
 from csbp.checkpoint.huggingface import export_model
 from csbp.checkpoint.reading import EXPORT, newest_checkpoint, open_model
 from csbp.errors import ConfigError
@@ -26,8 +26,11 @@ def run_export(run_dir: Path, out: Path | None = None) -> int:
         raise ConfigError("run_dir", str(run_dir), "give the folder of a run that has an undamaged checkpoint")
     opened = open_model(newest)
     tokenizer = AutoTokenizer.from_pretrained(opened.files)
-    facts = {**run_facts(run_dir), "step of the checkpoint": opened.step}
+    summary = read_summary(run_dir)
+    # The run's results are those of its last step; an earlier or later checkpoint has none.
+    facts = {**run_facts(run_dir, summary if summary.get("steps") == opened.step else {}),
+             "step of the checkpoint": opened.step}
     folder = export_model(opened.model, opened.adapter, tokenizer, out or run_dir / EXPORT, opened.diffusion,
-                          facts=facts)
+                          facts=facts, step=opened.step)
     print(f"{newest} exported to {folder}")
     return 0

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 # Top-level keys of an export's config.json, beside the family's own.
 DIFFUSION_KEYS = ("block_size", "mask_token_id", "label_shift", "clean_stream")
-FAMILY_KEY = "csbp_family"
+FAMILY_KEY, STEP_KEY = "csbp_family", "csbp_step"
 
 
 def export_model(model: nn.Module, adapter: ModelAdapter, tokenizer: Any, folder: Path, diffusion: Mapping[str, Any],
                  *, facts: Mapping[str, Any] | None = None, dtype: torch.dtype | None = None,
-                 max_shard_size: str = "5GB") -> Path:
+                 step: int | None = None, max_shard_size: str = "5GB") -> Path:
     """Write a model as a Hugging Face folder. Every rank calls it; rank 0 writes.
 
     Args:
@@ -44,6 +44,7 @@ def export_model(model: nn.Module, adapter: ModelAdapter, tokenizer: Any, folder
         diffusion: exactly ``DIFFUSION_KEYS``, or empty for an autoregressive model.
         facts: rows for the README's table, from ``card.run_facts``.
         dtype: of the exported weights; None: as they are (float32 masters).
+        step: optimizer steps behind these weights, noted in config.json.
 
     Raises:
         UserError: the folder cannot be written, or holds something else.
@@ -60,10 +61,10 @@ def export_model(model: nn.Module, adapter: ModelAdapter, tokenizer: Any, folder
         try:
             temporary.mkdir()
             # transformers splits large models, leaves tied weights out and restores the names of the family's files.
-            with _no_progress_bar():
+            with no_progress_bar():
                 model.save_pretrained(temporary, is_main_process=True, state_dict=weights,  # type: ignore[operator]
                                       max_shard_size=max_shard_size)
-            config = write_model_files(model, adapter, tokenizer, temporary, diffusion, dtype=dtype)
+            config = write_model_files(model, adapter, tokenizer, temporary, diffusion, dtype=dtype, step=step)
             write_text(temporary / "README.md", render_card(folder.name, config, diffusion, facts or {}))
             for path in temporary.rglob("*"):
                 path.chmod((temporary / "config.json").stat().st_mode)  # the weights' writer makes them private
@@ -77,7 +78,8 @@ def export_model(model: nn.Module, adapter: ModelAdapter, tokenizer: Any, folder
 
 
 def write_model_files(model: nn.Module, adapter: ModelAdapter, tokenizer: Any, folder: Path,
-                      diffusion: Mapping[str, Any], *, dtype: torch.dtype | None = None) -> dict[str, Any]:
+                      diffusion: Mapping[str, Any], *, dtype: torch.dtype | None = None,
+                      step: int | None = None) -> dict[str, Any]:
     """All of an export but weights and README: enough to build the model again around a checkpoint's weights.
 
     One process calls it. Returns what config.json holds.
@@ -86,6 +88,8 @@ def write_model_files(model: nn.Module, adapter: ModelAdapter, tokenizer: Any, f
     weight = next(model.parameters())
     config = {**adapter.export_config(model, diffusion), **diffusion, FAMILY_KEY: adapter.family,
               "dtype": str(dtype or weight.dtype).removeprefix("torch.")}
+    if step is not None:
+        config[STEP_KEY] = step
     write_json(folder / "config.json", config)
     tokenizer.save_pretrained(folder)
     generation = getattr(model, "generation_config", None)
@@ -142,7 +146,7 @@ def read_diffusion(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
     """transformers' own bar would tear the run's."""
     from transformers.utils import logging
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from csbp.checkpoint.files import MANIFEST, find_damage
 from csbp.checkpoint.folder import list_checkpoints, step_of
-from csbp.checkpoint.huggingface import DIFFUSION_KEYS, FAMILY_KEY, read_config
+from csbp.checkpoint.huggingface import DIFFUSION_KEYS, FAMILY_KEY, STEP_KEY, no_progress_bar, read_config
 from csbp.checkpoint.store import load_model
 from csbp.data.tokenizer import BUILTIN, resolve_folder
 from csbp.errors import ConfigError, UserError
@@ -53,8 +53,8 @@ def resolve_model_folder(path: str, family: str, *, field: str = "model.path") -
     """The folder that a ``model`` setting means.
 
     Args:
-        path: "builtin:NAME", a Hugging Face folder, a checkpoint, a run folder (its export if there is one, else
-            its newest undamaged checkpoint), or a name on the Hugging Face hub, which is downloaded once.
+        path: "builtin:NAME", a Hugging Face folder, a checkpoint, a run folder (its export, unless there is none or
+            a newer undamaged checkpoint), or a name on the Hugging Face hub, which is downloaded once.
         family: where built-in models are looked for; not used otherwise.
         field: the setting's name, for the message.
 
@@ -68,13 +68,19 @@ def resolve_model_folder(path: str, family: str, *, field: str = "model.path") -
         return _download(path, field)
     if not path or not folder.is_dir():
         raise ConfigError(field, path, f"give a model folder, a run folder or {BUILTIN}NAME; there is no such folder")
-    for found in (folder, folder / EXPORT):
-        if (found / "config.json").exists() or (found / MANIFEST).exists():
-            return found
-    newest = newest_checkpoint(folder)
+    if (folder / "config.json").exists() or (folder / MANIFEST).exists():
+        return folder
+    newest, exported = newest_checkpoint(folder), folder / EXPORT
+    if (exported / "config.json").exists() and (newest is None or step_of(newest) <= _step_of_export(exported)):
+        return exported
     if newest is None:
         raise ConfigError(field, path, "give a folder with a config.json, or a run folder with an undamaged checkpoint")
     return newest
+
+
+def _step_of_export(folder: Path) -> float:
+    """Optimizer steps behind an export; one that does not say is taken as the newest there is."""
+    return float(read_config(folder).get(STEP_KEY, float("inf")))
 
 
 def _download(name: str, field: str) -> Path:
@@ -126,7 +132,8 @@ def open_model(folder: Path, dtype: torch.dtype = torch.float32) -> OpenedModel:
     config = read_config(files)
     adapter = get_adapter(config.get(FAMILY_KEY, config.get("model_type", "")))
     if step is None:
-        model = adapter.load(files, dtype)
+        with no_progress_bar():
+            model = adapter.load(files, dtype)
     else:
         model = adapter.build(files, {}, dtype)
         load_model(folder, model)

@@ -38,6 +38,10 @@ def as_config_error(error: BaseException, cls: type, file: Path | None, *, key: 
         return reason
     if isinstance(reason, YAMLError):
         return ConfigError(holder, str(file), f"not valid YAML: {_one_line(reason)}")
+    if repeated := re.search(r"Multiple values for (\w+)\.", str(error)):
+        group = repeated[1]
+        return ConfigError(holder, str(file or value), f"chooses {group} although a default does already; write "
+                                                       f"'- override /{group}: NAME' in its defaults list")
     if not isinstance(reason, OmegaConfBaseException):
         return ConfigError(key or holder, str(file) if value is _UNKNOWN else value, _one_line(error))
     name = _full_name(reason, cls, key)

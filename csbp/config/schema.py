@@ -179,6 +179,7 @@ class ObserveConfig:
     random_start_loss: float | None = option(None, "recorded held-out loss of this run from random weights, shown "
                                              "beside the run's own; not measured anew", low=0.0)
     random_start_steps: int | None = option(None, "how many steps that recorded run had", low=1)
+    random_start_for: str = option("", "digest of the settings that it holds for; with others it is not shown")
 
 
 @dataclass(frozen=True)

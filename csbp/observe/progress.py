@@ -28,6 +28,7 @@ class ProgressReporter:
         self.mode = ("bar" if self.console.is_terminal else "lines") if mode == "auto" else mode
         self._steps, self._first, self._clock = steps, done, clock
         self._started, self._last_line = clock(), -LINE_SECONDS
+        self._timed = False
         self._bar: Progress | None = None
         if self.mode == "bar":
             count, text = "step {task.completed:.0f}/{task.total:.0f}", "{task.fields[text]}"
@@ -37,6 +38,8 @@ class ProgressReporter:
 
     def update(self, step: int, loss: float, tokens_per_second: float) -> None:
         """Show the state after step ``step``. Lines come at most every ``LINE_SECONDS``, but the last always does."""
+        if not self._timed:  # what came before the first step (reading, a first evaluation) says nothing of the pace
+            self._timed, self._first, self._started = True, step, self._clock()
         text = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {self._left(step)}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, text=text)

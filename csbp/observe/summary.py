@@ -36,9 +36,9 @@ def comparisons(summary: Mapping[str, Any]) -> list[tuple[str, float | None, str
     """
     after = summary.get("eval_loss_after")
     steps = summary.get("random_start_steps")
-    rows = [("before training", summary.get("eval_loss_before")),
-            ("unigram model", summary.get("eval_loss_unigram")),
-            (f"random start, {steps or '?'} steps (recorded, not rerun)", summary.get("eval_loss_random_start"))]
+    rows = [("before training", summary.get("eval_loss_before")), ("unigram model", summary.get("eval_loss_unigram"))]
+    if summary.get("eval_loss_random_start") is not None:
+        rows.append((f"random start, {steps} steps (recorded)", summary["eval_loss_random_start"]))
     found: list[tuple[str, float | None, str]] = [("after training", after, "")]
     for name, value in rows:
         verdict = ""
@@ -67,7 +67,7 @@ def print_report(summary: Mapping[str, Any], before: Mapping[str, str] | None = 
     for name, value, verdict in comparisons(summary):
         table.add_row(name, _number(value), verdict)
     console.print(table)
-    more = Table(title="The same text and noise, before and after training", title_justify="left")
+    more = Table(title="The same text and noise", title_justify="left")
     for heading in ("", "before", "after"):
         more.add_column(heading, justify="right" if heading else "left")
     names = ("bits per byte (upper bound)", "masked-token accuracy") if diffusion else ("bits per byte",

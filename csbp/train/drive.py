@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -55,7 +58,18 @@ def export(session: Session, summary: dict[str, Any]) -> Path:
     run_dir = session.runtime.run_dir
     dtype = torch.bfloat16 if session.config.checkpoint.export_dtype == "bfloat16" else torch.float32
     return export_model(session.model, session.adapter, session.tokenizer, run_dir / EXPORT, session.diffusion,
-                        facts=run_facts(run_dir, summary), dtype=dtype)
+                        facts=run_facts(run_dir, summary), dtype=dtype, step=summary["steps"])
+
+
+def comparison_digest(config: RunConfig) -> str:
+    """Of everything that a held-out loss depends on, beside the weights and how many steps they had: two runs with
+    the same digest measure the same thing."""
+    parts = {name: dataclasses.asdict(getattr(config, name)) for name in ("data", "model", "objective", "noise")}
+    for name in ("cache_dir", "document_lengths"):
+        parts["data"].pop(name)
+    parts["model"].pop("init")
+    parts["evaluation"] = {name: getattr(config.train, name) for name in ("eval_packs", "eval_seed", "eval_t_min")}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def summarise(session: Session, progress: Progress, unigram: float) -> dict[str, Any]:
@@ -69,7 +83,8 @@ def summarise(session: Session, progress: Progress, unigram: float) -> dict[str,
         values |= {f"eval_loss_{name}": found.loss, f"bits_per_byte_{name}": found.bits_per_byte,
                    f"masked_accuracy_{name}": found.masked_accuracy}
     recorded = config.observe
-    values |= {"eval_loss_unigram": unigram, "eval_loss_random_start": recorded.random_start_loss,
-               "random_start_steps": recorded.random_start_steps, "eval_loss_best": progress.best,
+    holds = recorded.random_start_for == comparison_digest(config)
+    values |= {"eval_loss_unigram": unigram, "eval_loss_random_start": recorded.random_start_loss if holds else None,
+               "random_start_steps": recorded.random_start_steps if holds else None, "eval_loss_best": progress.best,
                "export_dir": None}
     return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,26 @@ def test_every_experiment_is_valid(name: str) -> None:
             validate_run(config)
     else:
         validate_run(config)
+
+
+def test_the_recorded_random_start_is_shown_only_where_it_holds() -> None:
+    from csbp.train.drive import comparison_digest
+
+    quickstart = compose_run(["experiment=quickstart", "parallel.nproc=4", "train.steps=5", "data.cache_dir=/x"])
+    assert quickstart.observe.random_start_for == comparison_digest(quickstart)
+    for word in ("train.eval_packs=2", "objective.block_size=4", "data.document_tokens=64"):
+        other = compose_run(["experiment=quickstart", word])
+        assert other.observe.random_start_for != comparison_digest(other)
+
+
+def test_the_readme_example_is_valid(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (example,) = re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "chats.jsonl").write_text("{}\n")
+    example = example.replace("/models/Qwen3-0.6B", str(tmp_path / "model"))
+    (tmp_path / "my.yaml").write_text(example.replace("chats.jsonl", str(tmp_path / "chats.jsonl")))
+    validate_run(compose_run([f"experiment={tmp_path / 'my.yaml'}"]))
 
 
 def test_the_shipped_model_is_small_and_loads() -> None:

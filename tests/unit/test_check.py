@@ -46,7 +46,7 @@ def change(config: RunConfig, section: str, **values: Any) -> RunConfig:
 
 def shown(config: RunConfig) -> str:
     out = io.StringIO()
-    assert run_check(config, Console(file=out, width=120, highlight=False, soft_wrap=True)) == 0
+    assert run_check(config, ["experiment=x"], Console(file=out, width=120, highlight=False, soft_wrap=True)) == 0
     return out.getvalue()
 
 

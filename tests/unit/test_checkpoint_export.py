@@ -130,7 +130,7 @@ def run_folder(tmp_path, tokenizer) -> Path:
     optimizer = torch.optim.AdamW(model.parameters())
     write_model_files(model, get_adapter("qwen3"), tokenizer, tmp_path / "model", DIFFUSION)
     (tmp_path / "config.yaml").write_text("experiment: tiny\nseed: 3\nmodel: {path: 'builtin:x'}\n")
-    (tmp_path / "summary.json").write_text(json.dumps({"eval_loss_before": 6.5, "eval_loss_after": 5.25}))
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": 2, "eval_loss_before": 6.5, "eval_loss_after": 5.25}))
     for step in (1, 2):
         with torch.no_grad():
             model.model.norm.weight.fill_(step)
@@ -163,6 +163,17 @@ def test_export_of_a_run(run_folder, capsys):
         assert row in card
     assert "unigram" not in card  # not recorded, so not claimed
     assert run_export(run_folder, run_folder / "elsewhere") == 0 and (run_folder / "elsewhere" / "config.json").exists()
+
+
+def test_an_export_older_than_a_checkpoint_is_passed_over(run_folder):
+    run_export(run_folder)
+    model = build()
+    CheckpointStore(run_folder, 2).save(5, model, torch.optim.AdamW(model.parameters()), {})
+    assert resolve_model_folder(str(run_folder), "qwen3") == run_folder / "checkpoints" / "step-00000005"
+    run_export(run_folder)
+    assert resolve_model_folder(str(run_folder), "qwen3") == run_folder / "export"
+    # The run's results are those of step 2, not of these weights.
+    assert "held-out" not in (run_folder / "export" / "README.md").read_text()
 
 
 def test_facts_of_an_empty_folder(tmp_path):

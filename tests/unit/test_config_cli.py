@@ -79,3 +79,13 @@ def test_a_folder_of_the_user_does_not_hide_a_library(tmp_path: Path) -> None:
     with rank.stdin:  # held open, as the launcher does
         assert "no such file" in rank.stderr.read()
         assert rank.wait() == 2
+
+
+def test_an_error_survives_being_sent_to_other_ranks() -> None:
+    import copy
+
+    from csbp.errors import ConfigError
+
+    error = copy.copy(ConfigError("data.sources", [1], "name one"))  # through __reduce__, as pickle does
+    assert (error.field, error.value, error.fix, str(error)) == ("data.sources", [1], "name one",
+                                                                "data.sources=[1]: name one")

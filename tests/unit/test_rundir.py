@@ -34,7 +34,21 @@ def test_a_fresh_folder(tmp_path: Path) -> None:
     assert load_config(folder / "config.yaml") == dataclasses.replace(asked, run_dir=str(folder))
     found = json.loads((folder / "environment.json").read_text())
     assert found["csbp"] == __version__ and found["command"] == sys.argv and found["packages"]["numpy"]
-    assert holds_run(folder) and not has_checkpoint(folder)
+    assert not holds_run(folder) and not has_checkpoint(folder)
+
+
+def start(folder: Path, asked: Any) -> None:
+    """A run that has made a step."""
+    prepare_run_dir(asked)
+    (folder / "metrics.jsonl").write_text("{}\n")
+
+
+def test_a_start_that_was_refused_does_not_block_the_next(tmp_path: Path) -> None:
+    prepare_run_dir(config(tmp_path))
+    for resume in ("none", "auto"):
+        prepare_run_dir(config(tmp_path, seed=5, resume=resume))
+        assert load_config(tmp_path / "config.yaml").seed == 5
+    assert len(list((tmp_path / "earlier").iterdir())) == 2
 
 
 def test_folders_without_a_name_never_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +66,7 @@ def test_an_existing_folder_without_a_run_is_used(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("trace", ["config.yaml", "metrics.jsonl", "checkpoints/step-00000003/manifest.json"])
+@pytest.mark.parametrize("trace", ["metrics.jsonl", "checkpoints/step-00000003/manifest.json"])
 def test_a_run_is_not_overwritten(tmp_path: Path, trace: str) -> None:
     (tmp_path / trace).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / trace).write_text("x")
@@ -78,7 +92,7 @@ def test_resuming_the_same_run_keeps_its_files(tmp_path: Path, capsys: pytest.Ca
     ("seed", 1), ("objective__block_size", 4), ("noise__t_min", 0.2), ("data__seq_len", 1024), ("data__sources", []),
     ("model__mask_token_id", 3), ("train__packs_per_step", 2)])
 def test_another_run_is_not_resumed(tmp_path: Path, key: str, value: object) -> None:
-    prepare_run_dir(config(tmp_path))
+    start(tmp_path, config(tmp_path))
     before = contents(tmp_path)
     with pytest.raises(ConfigError, match="the run in .* has") as caught:
         prepare_run_dir(config(tmp_path, resume="auto", **{key: value}))
@@ -91,7 +105,7 @@ def test_another_run_is_not_resumed(tmp_path: Path, key: str, value: object) -> 
     ("observe__plot", False, False), ("data__cache_dir", "/tmp/x", False), ("checkpoint__every", 3, False)])
 def test_what_may_change_on_resuming(tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: object,
                                      told: bool) -> None:
-    prepare_run_dir(config(tmp_path))
+    start(tmp_path, config(tmp_path))
     first = (tmp_path / "config.yaml").read_bytes()
     again = config(tmp_path, resume="auto", **{key: value})
     prepare_run_dir(again)
