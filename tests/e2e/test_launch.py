@@ -138,7 +138,9 @@ sys.exit(outcome.exit_code)
 
 
 def launcher(rank: str, folder: Path, **options: bool) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", LAUNCHER, rank], env={**os.environ, "FOLDER": str(folder)},
+    # These tests may themselves be run by nohup, or in the background of a shell, which ignore signals for good.
+    heeding = "import signal\nfor n in (signal.SIGHUP, signal.SIGINT): signal.signal(n, signal.SIG_DFL)\n" + LAUNCHER
+    return subprocess.Popen([sys.executable, "-c", heeding, rank], env={**os.environ, "FOLDER": str(folder)},
                             stdout=subprocess.PIPE, text=True, **options)
 
 

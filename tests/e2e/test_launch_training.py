@@ -32,7 +32,13 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def start(words: list[str], *launcher: str) -> subprocess.Popen[str]:
     return subprocess.Popen([*launcher, str(BIN / "csbp"), "train", *words], stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True)
+                            stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals)
+
+
+def heed_signals() -> None:
+    """In the child: these tests may themselves be run by nohup, or in the background of a shell."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def ranks_of(launcher: subprocess.Popen[str], run: Path) -> dict[int, int]:
