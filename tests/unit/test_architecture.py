@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import subprocess
 import sys
 import tomllib
@@ -71,3 +72,11 @@ def test_the_command_line_does_not_load_torch(module: str) -> None:
 def test_plans_and_layouts_do_not_load_torch() -> None:
     code = "import sys, csbp.plan.plan, csbp.diffusion.build; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_test_folder_is_collected(pytestconfig: pytest.Config) -> None:
+    """pytest leaves out folders called dist unless told otherwise."""
+    skipped = pytestconfig.getini("norecursedirs")
+    folders = [p.name for p in (ROOT / "tests").iterdir() if list(p.glob("test_*.py"))]
+    assert "dist" in folders
+    assert not [f for f in folders if any(fnmatch.fnmatch(f, pattern) for pattern in skipped)]
