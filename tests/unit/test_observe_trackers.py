@@ -105,7 +105,8 @@ def test_wandb_without_a_key_goes_offline_on_a_terminal_too(tmp_path):
     assert process.returncode == 0 and "still fine" in text, text
     assert "logging offline" in text
     runs = [p for p in (tmp_path / "wandb").iterdir() if p.name.startswith("offline-run-")]
-    assert len({p.name.rpartition("-")[2] for p in runs}) == 1  # resumed under the same id
+    # offline-run-TIME-ID, and a number where two began in the same second: resumed under the same id.
+    assert len({p.name.split("-")[3] for p in runs}) == 1
 
 
 def test_unknown_and_missing_ones_are_configuration_errors(monkeypatch, tmp_path):
