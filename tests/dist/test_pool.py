@@ -31,8 +31,6 @@ class TwoWords(Exception):
 
 
 def raise_unpicklable() -> None:
-    from csbp.errors import ConfigError
-
     raise TwoWords("one", "another")
 
 
