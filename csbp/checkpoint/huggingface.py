@@ -7,6 +7,7 @@ whose config.json also says what a sampler must know. It appears by one rename, 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -161,5 +162,12 @@ def no_progress_bar() -> Iterator[None]:
 
 def _expect_export(folder: Path) -> None:
     """Never replace a folder that is not an export."""
-    if folder.exists() and not (folder.is_dir() and (not any(folder.iterdir()) or (folder / "config.json").exists())):
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    own = {"config.json", "generation_config.json", "README.md", "tokenizer.json", "tokenizer_config.json",
+           "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"}
+    names = {p.name for p in folder.iterdir()} if folder.is_dir() else {""}
+    foreign = {n for n in names - own if not re.fullmatch(r"model.*\.safetensors(\.index\.json)?", n)}
+    # The family key is written by csbp alone: another tool's model, and files put beside an export, are kept.
+    if foreign or "config.json" not in names or FAMILY_KEY not in (folder / "config.json").read_text("utf-8"):
         raise UserError("it exists and is not an exported model; choose another folder")

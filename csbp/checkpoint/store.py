@@ -108,6 +108,10 @@ class CheckpointStore:
         """The newest undamaged checkpoint, None if there is none. Warns once of each damaged one it passes over."""
         return self._first_sound(folder.list_checkpoints(self.root))
 
+    def any(self) -> bool:
+        """Whether there is a checkpoint at all, sound or not."""
+        return bool(ranks.gather(folder.list_checkpoints(self.root))[0])
+
     def best_valid(self) -> Path | None:
         """The undamaged checkpoint that was saved last with ``best=True``, None if there is none."""
         return self._first_sound(folder.best_first(self.root))

@@ -59,6 +59,9 @@ class Progress:
 def resume(session: Session) -> Progress | None:
     """Go on from the newest valid checkpoint: weights and optimizer in place; None if there is none. Collective."""
     path = session.store.newest_valid()
+    if path is None and session.store.any():
+        raise UserError(f"{session.store.root} holds checkpoints, but all are damaged (see the warnings); nothing was "
+                        "changed. Restore one, or start in another run_dir")
     return None if path is None else Progress.from_json(session.store.load(path, session.model, session.optimizer))
 
 

@@ -209,3 +209,13 @@ def test_a_checkpoint_without_its_model_files_says_so(run_folder):
     (run_folder / "model").rename(run_folder / "moved")
     with pytest.raises(UserError, match="model is missing"):
         reading.open_model(run_folder / "checkpoints" / "step-00000002")
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "config.json"])
+def test_an_export_never_replaces_what_is_not_one(run_folder, tmp_path, name):
+    out = tmp_path / "out"
+    run_export(run_folder, out)
+    (out / name).write_text("{}")  # a file beside an export; another tool's config
+    with pytest.raises(UserError, match="not an exported model"):
+        run_export(run_folder, out)
+    assert (out / name).read_text() == "{}"
