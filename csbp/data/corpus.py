@@ -53,6 +53,7 @@ class Corpus:
         name_hash: uint64 [N], hash of the record's name.
         names: uint8, the records' names in UTF-8, and name_starts: int64 [documents + 1].
         skips: what was left out when it was built.
+        digest: of tokens, starts and targets.
     """
 
     tokens: np.ndarray
@@ -65,6 +66,7 @@ class Corpus:
     names: np.ndarray
     name_starts: np.ndarray
     skips: Skips
+    digest: str
 
     def name(self, document: int) -> str:
         """The name of a record."""
@@ -94,7 +96,13 @@ def open_corpus(source: SourceConfig, field: str, config: DataConfig, tokenizer:
     if meta is None:
         meta = _build(folder, source, field, config, tokenizer)
     arrays: dict[str, Any] = {name: map_array(folder, name) for name in _dtypes(1) if f"{name}.npy" in meta["files"]}
-    return Corpus(**{"targets": None, **arrays}, skips=Skips(**meta["skips"]))
+    return Corpus(**{"targets": None, **arrays}, skips=Skips(**meta["skips"]), digest=_content_digest(meta))
+
+
+def _content_digest(meta: dict[str, Any]) -> str:
+    """From the checksums: the same for the same training text, whatever its files are called and when they changed."""
+    read = {name: meta["files"].get(f"{name}.npy") for name in ("tokens", "starts", "targets")}
+    return hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(source: SourceConfig, field: str, config: DataConfig, tokenizer: PreTrainedTokenizerFast) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +97,14 @@ class PackStream:
             return float(cursor.epoch + 1)
         done = cursor.window * self.pack_window + len(found[0].lengths) * cursor.pack / len(found[1])
         return cursor.epoch + done / total
+
+    @property
+    def digest(self) -> str:
+        """64 hexadecimal digits. Two streams with the same give the same packs at every cursor: same documents, tokens,
+        targets and order. File names, times and places do not matter. A streaming dataset vouches for its settings
+        only."""
+        parts = (self.samples.digest(), self.seq_len, self.pack_window, self.shuffle_key)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     @property
     def totals(self) -> Totals:

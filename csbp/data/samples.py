@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -62,6 +63,10 @@ class SampleSource(Protocol):
 
     def token_counts(self, vocabulary: int) -> np.ndarray:
         """int64 [vocabulary], how often each token is a target."""
+        ...
+
+    def digest(self) -> str:
+        """Differs where the samples or their order differ, as far as that can be known without reading them."""
         ...
 
 
@@ -152,6 +157,15 @@ class IndexedSamples:
                     used &= corpus.targets[begin:end]
                 counts += np.bincount(corpus.tokens[begin:end][used], minlength=vocabulary)
         return counts
+
+    def digest(self) -> str:
+        """See ``SampleSource``. From the corpora's checksums, the pieces cut from them and the first epoch's order."""
+        digest = hashlib.sha256()
+        for corpus, pieces in self._pairs():
+            for part in (corpus.digest.encode(), pieces.start, pieces.length):
+                digest.update(part)
+        digest.update(self.order.epoch(0))
+        return digest.hexdigest()
 
     def _pairs(self) -> list[tuple[Corpus, Pieces]]:
         return list(zip(self.corpora, self.pieces, strict=True))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -16,6 +19,7 @@ from csbp.data.pieces import cut_pieces
 from csbp.data.samples import Totals, Window
 from csbp.data.skips import Skips
 from csbp.data.sources import read_source
+from csbp.data.tokenizer import tokenizer_digest
 from csbp.errors import UserError
 
 if TYPE_CHECKING:
@@ -114,6 +118,13 @@ class StreamedSamples:
         _, named = self._window(0, 0, self.config.pack_window)
         ids = [s.ids if s.targets is None else s.ids[s.targets] for _, s in named]
         return np.bincount(np.concatenate(ids), minlength=vocabulary)
+
+    def digest(self) -> str:
+        """Of the settings alone: what a stream will give is not known before it is read."""
+        config = self.config
+        content = [[asdict(source) for _, source in self.sources], config.document_tokens or config.seq_len,
+                   config.long_documents, config.append_eos, tokenizer_digest(self.encoder.tokenizer)]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _supervised(sample: Sample) -> int:

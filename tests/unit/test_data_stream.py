@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -46,6 +47,9 @@ class Numbered:
 
     def token_counts(self, vocabulary: int) -> np.ndarray:
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
+
+    def digest(self) -> str:
+        return repr(self.lengths.tolist())
 
 
 def key(pack: PackedBatch) -> tuple[Any, ...]:
@@ -236,6 +240,30 @@ def test_chat_packs_carry_their_targets(config: DataConfig) -> None:
     answers = TOKENIZER.decode(pack.tokens[pack.target_mask])
     assert answers == "<think>\n\n</think>\n\nHello<|im_end|>" * len(pack.sample_ids) and len(pack.sample_ids) > 1
     assert stream.token_counts().sum() == stream.totals.supervised == 9 * pack.target_mask.sum() / len(pack.sample_ids)
+
+
+def test_the_digest_changes_with_what_is_read_and_only_then(config: DataConfig, tmp_path: Path) -> None:
+    before = opened(config).digest
+    assert before == opened(dataclasses.replace(config, cache_dir=str(tmp_path / "elsewhere"))).digest
+    moved = [dataclasses.replace(s, path=str(shutil.copytree(s.path, tmp_path / "moved" / Path(s.path).name)))
+             for s in config.sources]
+    assert opened(dataclasses.replace(config, sources=moved)).digest == before
+    changes: list[dict[str, Any]] = [
+        {"seq_len": 61}, {"pack_window": 17}, {"document_tokens": 20}, {"validation_fraction": 0.2},
+        {"append_eos": False}, {"shuffle": False}, {"sources": config.sources[::-1]},
+        {"sources": [dataclasses.replace(s, weight=w) for s, w in zip(config.sources, (1.0, 2.0), strict=True)]}]
+    (Path(moved[1].path) / "two0.py").write_text("one word more\n")  # in moved alone
+    found = [opened(dataclasses.replace(config, **change)).digest for change in [*changes, {"sources": moved}]]
+    found += [opened(config, seed=1).digest, opened(config, "validation").digest]
+    assert len({before, *found}) == 1 + len(found)
+
+
+def test_a_streams_digest_is_of_its_settings(config: DataConfig, tmp_path: Path) -> None:
+    source = streaming(tmp_path, "s", 5)
+    live = dataclasses.replace(config, sources=[source], validation_fraction=0.0)
+    assert opened(live).digest == opened(live).digest
+    other = dataclasses.replace(live, sources=[dataclasses.replace(source, split="dev")])
+    assert opened(live).digest != opened(other).digest
 
 
 def test_prepared_corpora_are_only_read(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
