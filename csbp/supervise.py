@@ -5,7 +5,7 @@
 - SIGTERM, SIGINT or SIGHUP to this process is passed on to the ranks once, as SIGTERM; they save and leave.
   Ranks live in sessions of their own, so that Ctrl-C reaches them by this way only.
 - Every rank's standard input is a pipe that ends when this process does, even by SIGKILL; a rank that watches
-  it (``leave_with_launcher``) does not outlive the job.
+  it (``csbp.lifeline``) does not outlive the job.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -173,15 +172,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def leave_with_launcher() -> None:
-    """Call it in a rank: ends this process when its standard input does, however busy its main thread is."""
-
-    def wait() -> None:
-        while os.read(0, 4096):
-            pass
-        print("csbp: the launcher is gone", file=sys.stderr, flush=True)
-        os._exit(1)
-
-    threading.Thread(target=wait, name="launcher-watch", daemon=True).start()

@@ -11,8 +11,8 @@ from pathlib import Path
 from csbp.cli import guarded
 from csbp.config.schema import RunConfig
 from csbp.config.typed import load_config
+from csbp.lifeline import leave_with_launcher
 from csbp.rundir import CONFIG
-from csbp.supervise import leave_with_launcher
 
 
 def run_rank(config: RunConfig, run_dir: Callable[[], Path]) -> int:

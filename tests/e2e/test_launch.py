@@ -195,10 +195,12 @@ def test_an_ignored_hangup_stays_ignored(tmp_path: Path) -> None:
 
 
 def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
-    stays = "from csbp.supervise import leave_with_launcher\nleave_with_launcher()\n" + STUBBORN
+    stays = "from csbp.lifeline import leave_with_launcher\nleave_with_launcher()\n" + STUBBORN
     started = launcher(stays, tmp_path)
     ranks = pids(tmp_path, 2)
     assert all(alive(pid) for pid in ranks)
+    if sys.platform.startswith("linux"):
+        os.kill(ranks[0], signal.SIGSTOP)  # it cannot watch anything
     started.kill()
     started.wait()
     until(lambda: not any(alive(pid) for pid in ranks))
