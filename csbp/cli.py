@@ -13,6 +13,7 @@ from csbp import __version__
 from csbp.config.fields import nearest_name
 from csbp.config.places import experiments
 from csbp.errors import ConfigError, UserError
+from csbp.output import outlast_output
 
 _WORDS = """\
 settings are written KEY=VALUE:
@@ -90,6 +91,7 @@ def _add(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: st
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    outlast_output()
     from csbp.launch import train
 
     return train(arguments.settings)

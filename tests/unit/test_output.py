@@ -1,0 +1,50 @@
+"""Standard streams that go away do not end a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORK = """
+import subprocess, sys
+from pathlib import Path
+from csbp.output import outlast_output
+outlast_output()
+outlast_output()
+from rich.console import Console
+for number in range(3):
+    print("line", number, "▒", flush=True)
+    print("error", number, file=sys.stderr, flush=True)
+    Console().print("rich", number)
+    subprocess.run([sys.executable, "-c", "print('child')"], check=False)
+with open("file", "wb") as file:
+    assert file.fileno() > 2
+    file.write(b"whole")
+Path("done").touch()
+"""
+
+
+def work(folder: Path, redirect: str, **env: str) -> subprocess.CompletedProcess[str]:
+    (folder / "work.py").write_text(WORK, encoding="utf-8")
+    return subprocess.run(["bash", "-c", f"set -o pipefail; {sys.executable} work.py {redirect}"], cwd=folder, text=True,
+                          capture_output=True, env={**os.environ, **env}, check=False)
+
+
+@pytest.mark.parametrize("redirect", ["| true", "2>&1 | true", ">&-", "2>&-", ">&- 2>&- <&-", "> /dev/full",
+                                      "2> /dev/full"])
+def test_work_goes_on_when_nobody_listens(tmp_path: Path, redirect: str) -> None:
+    done = work(tmp_path, redirect)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "done").exists() and (tmp_path / "file").read_bytes() == b"whole"
+    assert "Traceback" not in done.stderr
+    if redirect == "2>&-":
+        assert "line 2" in done.stdout and "error" not in done.stdout
+
+
+def test_a_terminal_without_the_characters_gets_them_escaped(tmp_path: Path) -> None:
+    done = work(tmp_path, "", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and "line 2 \\u2592" in done.stdout and "error 2" in done.stderr
