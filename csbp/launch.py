@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -113,9 +112,7 @@ def _report(outcome: Outcome, run_dir: Path, words: Sequence[str]) -> None:
     """Say how the job ended, unless it ended well, and how to go on."""
     if outcome.exit_code == 0:
         return
-    # After a signal ranks leave with 1 once they have saved; one that had not yet begun is ended by it.
-    as_asked = outcome.stopped and all(code in (0, 1, -signal.SIGTERM) for code in outcome.codes)
-    print(f"csbp: {'stopped as asked' if as_asked else outcome.message}", file=sys.stderr)
+    print(f"csbp: {'stopped as asked' if outcome.as_asked else outcome.message}", file=sys.stderr)
     if outcome.exit_code == 1 and has_checkpoint(run_dir):
         kept = [word for word in words if word.partition("=")[0] not in ("run_dir", "resume")]
         print(f"csbp: go on with: {shlex.join(['csbp', 'train', *kept, f'run_dir={run_dir}', 'resume=auto'])}",

@@ -12,7 +12,9 @@ from csbp.cli import guarded
 from csbp.config.schema import RunConfig
 from csbp.config.typed import load_config
 from csbp.lifeline import leave_with_launcher
+from csbp.output import outlast_output
 from csbp.rundir import CONFIG
+from csbp.supervise import STOPPED
 
 
 def run_rank(config: RunConfig, run_dir: Callable[[], Path]) -> int:
@@ -36,9 +38,15 @@ def run_rank(config: RunConfig, run_dir: Callable[[], Path]) -> int:
 
 def main() -> None:
     """Entry point. A rank that has failed leaves at once: leaving the process group could wait for its peers."""
+    outlast_output()
     leave_with_launcher()
     folder = Path(sys.argv[1])
-    code = guarded(lambda: run_rank(load_config(folder / CONFIG), lambda: folder))
+
+    def run() -> int:
+        # What fails raises; a recipe that returns anything but 0 was asked to stop early.
+        return STOPPED if run_rank(load_config(folder / CONFIG), lambda: folder) else 0
+
+    code = guarded(run)
     sys.stdout.flush()
     sys.stderr.flush()
     if code:

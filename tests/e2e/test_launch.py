@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,17 +133,17 @@ LAUNCHER = """
 import os, sys
 from csbp.supervise import RankCommand, supervise
 commands = [RankCommand([sys.executable, "-c", sys.argv[1]], {**os.environ, "RANK": str(rank)}) for rank in range(2)]
-outcome = supervise(commands, saving=5.0)
-print("outcome", outcome.codes, outcome.stopped, outcome.exit_code, flush=True)
+outcome = supervise(commands, grace=0.2, saving=5.0, patience=float(os.environ.get("PATIENCE", 600)))
+print("outcome", outcome.codes, outcome.stopped, outcome.exit_code, outcome.message, flush=True)
 sys.exit(outcome.exit_code)
 """
 
 
-def launcher(rank: str, folder: Path, **options: bool) -> subprocess.Popen[str]:
+def launcher(rank: str, folder: Path, *, patience: float = 600.0, **options: Any) -> subprocess.Popen[str]:
     # These tests may themselves be run by nohup, or in the background of a shell, which ignore signals for good.
     heeding = "import signal\nfor n in (signal.SIGHUP, signal.SIGINT): signal.signal(n, signal.SIG_DFL)\n" + LAUNCHER
-    return subprocess.Popen([sys.executable, "-c", heeding, rank], env={**os.environ, "FOLDER": str(folder)},
-                            stdout=subprocess.PIPE, text=True, **options)
+    return subprocess.Popen([sys.executable, "-c", heeding, rank], stdout=subprocess.PIPE, text=True,
+                            env={**os.environ, "FOLDER": str(folder), "PATIENCE": str(patience)}, **options)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -181,6 +183,51 @@ sys.exit(0)"""
     started.terminate()
     output, _ = started.communicate()
     assert started.returncode == 0 and "outcome (0, 0) True 0" in output
+
+
+SAVES = HERE + """
+def leave(*_):
+    sys.exit(143)
+signal.signal(signal.SIGTERM, leave)
+here()
+time.sleep(600)"""
+
+
+def test_a_rank_that_never_leaves_is_killed_and_named(tmp_path: Path) -> None:
+    started = launcher(STUBBORN, tmp_path, patience=0.5, stderr=subprocess.PIPE)
+    ranks = pids(tmp_path, 2)
+    os.kill(ranks[1], signal.SIGSTOP)
+    started.terminate()
+    output, errors = started.communicate()
+    assert "outcome (-9, -9) True 1 rank 0 " in output and "had not left in time" in output
+    assert "they are given 0.5 seconds" in errors and not any(alive(pid) for pid in ranks)
+
+
+def test_of_those_asked_to_stop_the_one_that_could_not_is_named(tmp_path: Path) -> None:
+    commands = [python(script, FOLDER=str(tmp_path), RANK=str(rank)) for rank, script in enumerate((SAVES, STUBBORN))]
+    threading.Thread(target=lambda: (pids(tmp_path, 2), os.kill(os.getpid(), signal.SIGTERM))).start()
+    outcome = supervise(commands, saving=0.2)
+    assert outcome.codes == (143, -9) and outcome.first == 1 and not outcome.as_asked
+    assert "rank 1 " in outcome.message and "had not left in time" in outcome.message
+
+
+def test_a_second_signal_ends_the_job_at_once(tmp_path: Path) -> None:
+    started = launcher(STUBBORN, tmp_path, stderr=subprocess.PIPE)
+    ranks = pids(tmp_path, 2)
+    started.send_signal(signal.SIGINT)
+    time.sleep(module._SAME_REQUEST_SECONDS + 0.2)
+    assert all(alive(pid) for pid in ranks)
+    started.send_signal(signal.SIGINT)
+    output, _ = started.communicate()
+    assert "outcome (-9, -9) True 1 rank 0 " in output and "a second signal" in output
+
+
+def test_a_signal_to_one_rank_is_said(tmp_path: Path) -> None:
+    commands = [python(SAVES, FOLDER=str(tmp_path), RANK=str(rank)) for rank in range(2)]
+    threading.Thread(target=lambda: os.kill(pids(tmp_path, 2)[0], signal.SIGTERM)).start()
+    outcome = supervise(commands)
+    assert outcome.codes == (143, 143) and outcome.exit_code == 1 and not outcome.as_asked
+    assert "a signal had asked a rank to stop" in outcome.message
 
 
 def test_an_ignored_hangup_stays_ignored(tmp_path: Path) -> None:

@@ -79,13 +79,18 @@ def test_a_killed_launcher_takes_its_ranks_along(words: list[str], tmp_path: Pat
         time.sleep(0.05)
 
 
-def test_a_stopped_run_says_how_to_go_on_and_does(words: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("to", ["launcher", "rank"])
+def test_a_stopped_run_says_how_to_go_on_and_does(words: list[str], tmp_path: Path, to: str) -> None:
     launcher = start([*words, f"run_dir={tmp_path}", "train.steps=100000"])
-    ranks_of(launcher, tmp_path)
-    launcher.terminate()
-    launcher.send_signal(signal.SIGINT)
+    ranks = ranks_of(launcher, tmp_path)
+    if to == "launcher":
+        launcher.terminate()
+        launcher.send_signal(signal.SIGINT)
+    else:
+        os.kill(ranks[1], signal.SIGTERM)
     _, errors = launcher.communicate(timeout=60)
-    assert launcher.returncode == 1 and "stopped as asked" in errors
+    assert launcher.returncode == 1
+    assert ("stopped as asked" if to == "launcher" else "a signal had asked a rank to stop") in errors
     stopped = len(losses(tmp_path))
     hint = shlex.split(errors.rsplit("go on with: ", 1)[1])
     assert hint[:2] == ["csbp", "train"] and "resume=auto" in hint
