@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from csbp.config.schema import DataConfig, SourceConfig
 from csbp.errors import ConfigError
 
@@ -31,6 +33,25 @@ def named_sources(config: DataConfig, group: str) -> list[tuple[str, SourceConfi
     return [(f"{name}.{i}", source) for i, source in enumerate(sources)]
 
 
+def check_weights(sources: list[tuple[str, SourceConfig]]) -> None:
+    """Refuses weights that give no mixture.
+
+    Raises:
+        ConfigError: naming the source.
+    """
+    given = [(field, source.weight) for field, source in sources if source.weight is not None]
+    for field, source in sources:
+        if given and source.weight is None:
+            raise ConfigError(f"{field}.weight", None, "give every source a weight, or none of them")
+    for field, weight in given:
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ConfigError(f"{field}.weight", weight, "must be a finite number, at least 0")
+    total = sum(weight for _, weight in given)
+    if given and not (math.isfinite(total) and total > 0):
+        raise ConfigError(f"{given[0][0]}.weight", given[0][1], "at least one weight must be above 0, and their sum "
+                                                                "finite, e.g. weight=1")
+
+
 def check_sources(config: DataConfig) -> None:
     """Refuses settings that cannot go together, without reading anything.
 
@@ -42,6 +63,8 @@ def check_sources(config: DataConfig) -> None:
     if config.document_tokens is not None and config.document_tokens > config.seq_len:
         raise ConfigError("data.document_tokens", config.document_tokens,
                           f"a document must fit a pack: at most data.seq_len={config.seq_len}")
+    for group in ("train", "validation"):
+        check_weights(named_sources(config, group))
     for field, source in named_sources(config, "train") + named_sources(config, "validation"):
         if source.streaming and source.kind != "dataset":
             raise ConfigError(f"{field}.streaming", True, f"only kind=dataset streams, not kind={source.kind}")

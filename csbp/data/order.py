@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from csbp.errors import ConfigError
-
 
 def permutation(size: int, *key: int | str) -> np.ndarray:
     """int64 [size], a permutation that is a function of the key alone."""
@@ -25,19 +23,13 @@ def shares(sizes: Sequence[int], weights: Sequence[float | None]) -> list[int]:
     """How many samples each source gives to one epoch.
 
     Without weights every sample once. With weights source s gives ``round(w_s / sum(w) * sum(sizes))``, and at
-    least one if its weight is not 0; an epoch is then about as long as without.
-
-    Raises:
-        ConfigError: weights for some sources but not for all, or none above 0.
+    least one if its weight is not 0; an epoch is then about as long as without. The weights are sound
+    (``config.sources.check_weights``).
     """
     given = [w for w in weights if w is not None]
     if not given:
         return list(sizes)
-    if len(given) < len(weights):
-        missing = [s for s, w in enumerate(weights) if w is None]
-        raise ConfigError(f"data.sources.{missing[0]}.weight", None, "give every source a weight, or none of them")
-    if sum(given) <= 0:
-        raise ConfigError("data.sources.0.weight", given[0], "at least one weight must be above 0")
+    assert len(given) == len(weights) and sum(given) > 0, "all sources have weights, or none"
     total = sum(sizes)
     return [max(round(w / sum(given) * total), 1) if w > 0 else 0 for w in given]
 
@@ -60,6 +52,7 @@ class SampleOrder:
         self.sizes, self.seed, self.shuffle = list(sizes), seed, shuffle
         self.weighted = any(w is not None for w in weights)
         self.shares = shares(sizes, weights)
+        assert all(size or not share for size, share in zip(self.sizes, self.shares, strict=True)), "nothing to draw"
         self._cached: tuple[int, np.ndarray] | None = None
 
     @property

@@ -162,9 +162,9 @@ class IndexedSamples:
         """See ``SampleSource``. From the corpora's checksums, the pieces cut from them and the first epoch's order."""
         digest = hashlib.sha256()
         for corpus, pieces in self._pairs():
-            for part in (corpus.digest.encode(), pieces.start, pieces.length):
+            for part in (memoryview(corpus.digest.encode()), pieces.start.data, pieces.length.data):
                 digest.update(part)
-        digest.update(self.order.epoch(0))
+        digest.update(self.order.epoch(0).data)
         return digest.hexdigest()
 
     def _pairs(self) -> list[tuple[Corpus, Pieces]]:

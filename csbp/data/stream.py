@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from csbp.config.schema import DataConfig, SourceConfig
 from csbp.config.sources import check_sources, named_sources
-from csbp.data.corpus import open_corpus
+from csbp.data.corpus import Corpus, open_corpus
 from csbp.data.order import SampleOrder
 from csbp.data.packs import Cursor, PackStream
+from csbp.data.pieces import held_out
 from csbp.data.samples import IndexedSamples, SampleSource, select_pieces, spread_order
 from csbp.data.skips import Skips
 from csbp.data.streaming import StreamedSamples
@@ -58,13 +61,33 @@ def _indexed(config: DataConfig, sources: list[tuple[str, SourceConfig]], seed: 
                             skips=skips) for corpus in corpora]
     sizes = [len(p.start) for p in pieces]
     if sum(sizes) == 0:
-        share = f"{fraction:g} of {sum(len(c.name_starts) - 1 for c in corpora)} documents by a hash of their names"
-        raise ConfigError("data.validation_fraction", config.validation_fraction,
-                          f"the {split} split is empty: {share} left it none; change it or give data.validation")
+        key, value, why = _emptied_by(config, corpora, held, fraction, limit)
+        raise ConfigError(key, value, f"the {split} split is empty: {why}")
     if split == "validation":
         return IndexedSamples(corpora, pieces, spread_order(corpora, pieces), skips)
+    for (field, source), corpus, size in zip(sources, corpora, sizes, strict=True):
+        if size == 0 and source.weight != 0:
+            key, value, why = _emptied_by(config, [corpus], held, fraction, limit)
+            raise ConfigError(field, source.path, f"nothing of it is left to train on ({key}={value}): {why}; or take "
+                                                  "the source out")
     order = SampleOrder(sizes, [source.weight for _, source in sources], seed=seed, shuffle=config.shuffle)
     return IndexedSamples(corpora, pieces, order, skips)
+
+
+def _emptied_by(config: DataConfig, corpora: list[Corpus], held: bool, fraction: float,
+                limit: int) -> tuple[str, Any, str]:
+    """The setting, its value and how it left no sample of these corpora: no document was meant for this split, or
+    all were cut before their first target."""
+    documents = sum(len(c.name_starts) - 1 for c in corpora)
+    meant = sum(len(np.unique(c.document[held_out(c.name_hash, fraction) == held])) for c in corpora)
+    if meant:
+        longer = "document_tokens" if config.document_tokens else "seq_len"
+        return ("data.long_documents", config.long_documents,
+                f"cut to {limit} tokens, all of its {meant} documents end before anything that is learnt; choose "
+                f"split, or raise data.{longer}")
+    return ("data.validation_fraction", config.validation_fraction,
+            f"{fraction:g} of {documents} documents by a hash of their names left it none; change it or give "
+            "data.validation")
 
 
 def prepare_corpora(config: DataConfig, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 from csbp.config.schema import DataConfig, SourceConfig
 from csbp.data.chat import Sample
 from csbp.data.encode import Encoder
-from csbp.data.order import shares
 from csbp.data.pieces import cut_pieces
 from csbp.data.samples import Totals, Window
 from csbp.data.skips import Skips
@@ -40,7 +39,6 @@ class StreamedSamples:
 
     def __init__(self, sources: list[tuple[str, SourceConfig]], config: DataConfig,
                  tokenizer: PreTrainedTokenizerFast) -> None:
-        shares([1] * len(sources), [s.weight for _, s in sources])  # refuses weights that do not go together
         self.sources, self.config = sources, config
         self.encoder = Encoder(tokenizer, config.append_eos)
         self.skips = Skips()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from csbp.config.schema import DataConfig, SourceConfig
+from csbp.config.sources import check_sources
 from csbp.data.order import SampleOrder, permutation, shares
 from csbp.errors import ConfigError
 
@@ -71,11 +74,18 @@ def test_shares_are_the_rounded_weights() -> None:
     assert shares([10, 90], [None, None]) == [10, 90]
 
 
-def test_weights_for_some_sources_only_are_refused() -> None:
-    with pytest.raises(ConfigError, match="data.sources.1.weight"):
-        shares([1, 2], [1.0, None])
-    with pytest.raises(ConfigError, match="above 0"):
-        shares([1, 2], [0.0, 0.0])
+@pytest.mark.parametrize("group", ["sources", "validation"])
+@pytest.mark.parametrize(("weights", "message"), [
+    ([1.0, None], r"data.\w+.1.weight=None: give every source a weight"),
+    ([0.0, 0.0], r"data.\w+.0.weight=0.0: at least one weight must be above 0"),
+    ([1e308, 1e308], r"data.\w+.0.weight=1e\+308: .*their sum finite"),
+    ([1.0, math.nan], r"data.\w+.1.weight=nan: must be a finite number"),
+    ([math.inf, 1.0], r"data.\w+.0.weight=inf: must be a finite number"),
+    ([1.0, -1.0], r"data.\w+.1.weight=-1.0: must be a finite number, at least 0")])
+def test_weights_that_give_no_mixture_are_refused(group: str, weights: list[float | None], message: str) -> None:
+    mixed = [SourceConfig(path="x", weight=weight) for weight in weights]
+    with pytest.raises(ConfigError, match=message):
+        check_sources(DataConfig(**{"sources": [SourceConfig(path="x")], group: mixed}))
 
 
 def test_epochs_differ_and_seeds_differ() -> None:

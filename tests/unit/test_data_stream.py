@@ -214,6 +214,46 @@ def test_weights_mix_the_sources(config: DataConfig) -> None:
     assert sum(t.startswith("two") for t in texts) == 60 and len(texts) == 80
 
 
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (None, None)])
+def test_a_source_of_which_nothing_is_trained_on_is_refused(config: DataConfig, tmp_path: Path,
+                                                            weights: tuple[float | None, ...]) -> None:
+    """Drawing from it would never end, and leaving it out would go unnoticed."""
+    path = tmp_path / "one.jsonl"  # its only document is one of the 90% held out
+    path.write_text('{"text": "abc"}\n')
+    sources = [dataclasses.replace(config.sources[0], weight=weights[0]),
+               SourceConfig(kind="jsonl", path=str(path), weight=weights[1])]
+    mixed = dataclasses.replace(config, sources=sources, validation_fraction=0.9)
+    with pytest.raises(ConfigError, match=r"data.sources.1='.*one.jsonl': nothing of it is left to train on "
+                                          r"\(data.validation_fraction=0.9\): 0.9 of 1 documents.*take the source out"):
+        opened(mixed)
+    assert opened(mixed, "validation").totals.documents > 1
+    unused = [dataclasses.replace(source, weight=weight) for source, weight in zip(sources, (1.0, 0.0), strict=True)]
+    stream = opened(dataclasses.replace(mixed, sources=unused))
+    assert len(stream.take(stream.first(), 3)[0]) == 3
+
+
+def chats(path: Path, question: str, count: int = 9) -> SourceConfig:
+    chat = [{"role": "user", "content": question}, {"role": "assistant", "content": "Hello"}]
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(count)))
+    return SourceConfig(kind="jsonl", path=str(path), format="messages")
+
+
+@pytest.mark.parametrize(("setting", "split", "message"), [
+    ("seq_len", "train", r"data.long_documents='truncate': the train split is empty: cut to 12 tokens, all of its \d+ "
+                         r"documents end before anything that is learnt; choose split, or raise data.seq_len"),
+    ("document_tokens", "validation", r"data.long_documents='truncate': the validation split is empty.*raise "
+                                      r"data.document_tokens"),
+    ("mixed", "train", r"data.sources.1=.*nothing of it is left to train on \(data.long_documents=truncate\)")])
+def test_targets_lost_by_truncation_are_not_blamed_on_the_split(config: DataConfig, tmp_path: Path, setting: str,
+                                                                split: str, message: str) -> None:
+    late = chats(tmp_path / "late.jsonl", "What is this? " * 20)
+    short = {"document_tokens" if setting == "document_tokens" else "seq_len": 12}
+    sources = [config.sources[0], late] if setting == "mixed" else [late]
+    with pytest.raises(ConfigError, match=message):
+        opened(dataclasses.replace(config, sources=sources, long_documents="truncate", **short), split,
+               tokenizer=qwen_like("qwen2_5"))
+
+
 @pytest.mark.parametrize(("policy", "limit"), [("split", 10), ("truncate", 10), ("split", None)])
 def test_long_documents(config: DataConfig, policy: str, limit: int | None) -> None:
     stream = opened(dataclasses.replace(config, long_documents=policy, document_tokens=limit, validation_fraction=0.0))
@@ -230,10 +270,7 @@ def test_long_documents_error(config: DataConfig) -> None:
 
 
 def test_chat_packs_carry_their_targets(config: DataConfig) -> None:
-    path = Path(config.cache_dir).parent / "chat.jsonl"
-    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(9)))
-    source = SourceConfig(kind="jsonl", path=str(path), format="messages")
+    source = chats(Path(config.cache_dir).parent / "chat.jsonl", "Hi")
     stream = opened(dataclasses.replace(config, sources=[source], validation_fraction=0.0),
                     tokenizer=qwen_like("qwen3"))
     (pack,), _ = stream.take(stream.first(), 1)
