@@ -37,11 +37,10 @@ def shares(runs: Runs, start: int, end: int) -> np.ndarray:
 
 def stripes(plan: PackPlan, kind: LayerKind) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Name of ``_COLOURS`` -> shares of the clean and of the noised stream, float64 [world, columns] each."""
-    clean, total = plan.geometry.num_clean, plan.geometry.num_clean + plan.geometry.num_noised
+    holding, clean, total = plan.holding, plan.geometry.num_clean, plan.geometry.num_clean + plan.geometry.num_noised
     found: dict[str, tuple[list[np.ndarray], list[np.ndarray]]] = {}
     for rank in range(plan.world):
-        cells, blocks = plan.holding.cells.of(rank), plan.holding.blocks.of(rank)
-        own, computed = union(cells.start, cells.end), plan.holding.clean_runs[rank]
+        blocks, own, computed = holding.blocks.of(rank), holding.own_clean(rank), holding.clean_runs[rank]
         noised = union(clean + blocks.start, clean + blocks.end)
         arriving = plan.travel[kind.name].arriving(rank)
         for name, runs, more in (("own", own, None), ("again", computed, own), ("arrives", arriving, None),

@@ -13,7 +13,7 @@ from csbp.plan.balance import lower_bound
 from csbp.plan.geometry import Geometry, LayerKind
 from csbp.plan.ownership import make_units, row_costs
 from csbp.plan.plan import PackPlan
-from csbp.plan.ranges import clean_pairs, index_of, noised_pairs
+from csbp.plan.ranges import block_pairs, cell_pairs, clean_pairs, index_of, noised_pairs
 
 
 @dataclass(frozen=True)
@@ -61,41 +61,38 @@ def count_plan(plan: PackPlan) -> PlanCounts:
     """Count a plan of any scheme."""
     geometry, holding, world = plan.geometry, plan.holding, plan.world
     clean, answered, noised, blocks = (np.zeros(world, np.int64) for _ in range(4))
-    np.add.at(answered, holding.cells.owner, holding.cells.end - holding.cells.start)
-    np.add.at(noised, holding.blocks.owner, holding.blocks.end - holding.blocks.start)
-    np.add.at(blocks, holding.blocks.owner,
-              holding.blocks.start == geometry.block_starts[holding.blocks.unit])
+    texts, parts = holding.texts, holding.blocks
+    np.add.at(answered, texts.owner, texts.end - texts.start)
+    np.add.at(noised, parts.owner, parts.end - parts.start)
+    np.add.at(blocks, parts.owner, parts.start == geometry.block_starts[parts.unit])
     clean += [int(runs.before[-1]) for runs in holding.clean_runs]
     kinds = {}
     for kind in plan.kinds:
         matrix = plan.traffic[kind.name]
         kinds[kind.name] = KindCounts(_pairs(plan, kind), matrix.sum(0), matrix.sum(1))
-    per_clean, per_noised = row_costs(plan.kinds, plan.layers)
+    per_clean, per_noised = row_costs(plan.kinds, plan.pair_weights)
     cost = clean * per_clean + noised * per_noised
-    for kind, weight in zip(plan.kinds, plan.layers, strict=True):
+    for kind, weight in zip(plan.kinds, plan.pair_weights, strict=True):
         cost = cost + weight * kinds[kind.name].pairs
-    bound = lower_bound(make_units(geometry, plan.kinds, plan.layers).cost, world)
+    bound = lower_bound(make_units(geometry, plan.kinds, plan.pair_weights).cost, world)
     return PlanCounts(clean, noised, answered, blocks, kinds, cost, bound)
 
 
 def attended_pairs(geometry: Geometry, kind: LayerKind) -> int:
     """(query, key) pairs of a whole pack in one layer, both streams."""
-    cells, blocks = geometry.cell_starts, geometry.block_starts
-    return int(clean_pairs(geometry, kind, cells[:-1], cells[1:]).sum()
-               + noised_pairs(geometry, kind, blocks[:-1], blocks[1:]).sum())
+    return int(cell_pairs(geometry, kind).sum() + block_pairs(geometry, kind).sum())
 
 
 def _pairs(plan: PackPlan, kind: LayerKind) -> np.ndarray:
     """int64 [N], pairs that each rank attends."""
-    geometry, holding, total = plan.geometry, plan.holding, np.zeros(plan.world, np.int64)
-    np.add.at(total, holding.blocks.owner,
-              noised_pairs(geometry, kind, holding.blocks.start, holding.blocks.end))
-    edges = geometry.cell_starts
-    before = np.concatenate([[0], np.cumsum(clean_pairs(geometry, kind, edges[:-1], edges[1:]))])
+    geometry, blocks, total = plan.geometry, plan.holding.blocks, np.zeros(plan.world, np.int64)
+    np.add.at(total, blocks.owner, noised_pairs(geometry, kind, blocks.unit, blocks.start, blocks.end))
+    before = np.concatenate([[0], np.cumsum(cell_pairs(geometry, kind))])
 
-    def below(rows: np.ndarray) -> np.ndarray:
-        cell = index_of(edges, rows)
-        return before[cell] + clean_pairs(geometry, kind, edges[cell], rows)
+    def before_rows(rows: np.ndarray) -> np.ndarray:
+        """Pairs of all clean rows before each of these."""
+        cell = np.minimum(index_of(geometry.cell_starts, rows), len(before) - 2)
+        return before[cell] + clean_pairs(geometry, kind, cell, geometry.cell_starts[cell], rows)
 
-    total += [int((below(runs.end) - below(runs.start)).sum()) for runs in holding.clean_runs]
+    total += [int((before_rows(runs.end) - before_rows(runs.start)).sum()) for runs in plan.holding.clean_runs]
     return total

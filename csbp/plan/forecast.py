@@ -88,7 +88,8 @@ def forecast(case: Case, kind: str, ranks: int, settings: Settings, device: Devi
         exchange: as ``parallel.exchange``.
     """
     ranks, scheme = (1, "csbp") if kind == "data" else (ranks, kind)
-    plan = PackPlan(case.geometry, case.shape.kinds, ranks, scheme, exchange)
+    kinds = case.shape.kinds
+    plan = PackPlan(case.geometry, kinds, ranks, scheme, exchange, weights=case.shape.weights(kinds))
     counts = count_plan(plan)
     loss_rows = case.loss_rows(counts)
     seconds = predict_seconds(case.shape, counts, loss_rows, device, settings)

@@ -12,7 +12,6 @@ import numpy as np
 
 from csbp.plan.geometry import Geometry
 from csbp.plan.ownership import Ownership
-from csbp.plan.ranges import index_of
 from csbp.plan.runs import Runs, cut, expand, union
 
 
@@ -35,7 +34,7 @@ class RankRows:
 
 @dataclass(frozen=True)
 class Segments:
-    """Rows [start, end) of one cell (clean rows) or one block (noised rows) and of one owner, owner after owner."""
+    """Rows [start, end) of one unit (a document's clean rows or a block's noised rows) and one owner, by owner."""
 
     unit: np.ndarray
     owner: np.ndarray
@@ -43,8 +42,8 @@ class Segments:
     end: np.ndarray
 
     def by(self, *keys: np.ndarray) -> Segments:
-        """The same, sorted by the last key first."""
-        order = np.lexsort((self.start, *keys))
+        """The same, sorted by the last key first and otherwise in the order that they have."""
+        order = np.lexsort(keys)
         return Segments(self.unit[order], self.owner[order], self.start[order], self.end[order])
 
     def of(self, rank: int) -> Segments:
@@ -90,11 +89,11 @@ class Holding:
         return Runs(start[opens], end), owner[opens]
 
     @cached_property
-    def cells(self) -> Segments:
-        """The clean rows, in the order in which their owners hold them."""
-        runs, owner = self.owned
-        cell, run, start, end = cut(self.geometry.cell_starts[:-1], self.geometry.cell_starts[1:], runs)
-        return Segments(cell, owner[run], start, end).by(owner[run])
+    def texts(self) -> Segments:
+        """The clean rows by document, in the order in which their owners hold them."""
+        edges, (runs, owner) = self.geometry.document_starts, self.owned
+        document, run, start, end = cut(edges[:-1], edges[1:], runs)
+        return Segments(document, owner[run], start, end).by(owner[run])
 
     @cached_property
     def blocks(self) -> Segments:
@@ -110,28 +109,29 @@ class Holding:
     def clean_runs(self) -> tuple[Runs, ...]:
         """The clean rows that each rank computes: its own and, if rows are replicated, all that its blocks see and all
         that those see in turn, over any number of layers."""
-        geometry = self.geometry
-        document = index_of(geometry.document_starts, geometry.cell_starts[:-1])
-        runs = []
+        if not self.replicated:
+            return tuple(self.own_clean(rank) for rank in range(self.world))
+        geometry, runs = self.geometry, []
         for rank in range(self.world):
-            cells, blocks = self.cells.of(rank), self.blocks.of(rank)
-            if not self.replicated:
-                runs.append(union(cells.start, cells.end))
-                continue
+            texts, blocks = self.texts.of(rank), self.blocks.of(rank)
             ends = geometry.block_prefix_end[blocks.unit]
             if self.to_cell_end:
                 ends = geometry.cell_starts[np.searchsorted(geometry.cell_starts, ends)]
-            documents = np.concatenate([document[cells.unit], geometry.block_document[blocks.unit]])
-            runs.append(union(geometry.document_starts[documents], np.concatenate([cells.end, ends])))
+            documents = np.concatenate([texts.unit, geometry.block_document[blocks.unit]])
+            runs.append(union(geometry.document_starts[documents], np.concatenate([texts.end, ends])))
         return tuple(runs)
+
+    def own_clean(self, rank: int) -> Runs:
+        """The clean rows that a rank owns."""
+        texts = self.texts.of(rank)
+        return union(texts.start, texts.end)
 
     def rank_rows(self, rank: int, needs_noised: bool) -> RankRows:
         """One rank's rows; ``needs_noised`` if some layer kind has no clean query rows."""
         blocks, clean = self.blocks.of(rank), self.clean_runs[rank].rows()
         noised, answers = expand(blocks.start, blocks.end - blocks.start), np.ones(len(clean), bool)
         if self.replicated:
-            cells = self.cells.of(rank)
-            mine = union(cells.start, cells.end)
+            mine = self.own_clean(rank)
             answers = mine.below(clean + 1) > mine.below(clean)
         if len(noised) == 0 and (len(clean) == 0 or needs_noised):
             noised = np.full(1, -1)

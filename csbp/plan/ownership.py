@@ -22,7 +22,7 @@ import numpy as np
 
 from csbp.plan.balance import lower_bound, rebalance
 from csbp.plan.geometry import Geometry, LayerKind
-from csbp.plan.ranges import clean_pairs, index_of, noised_pairs
+from csbp.plan.ranges import block_pairs, cell_pairs, index_of
 
 # A token-wise row (projections, MLP) weighs as much as this many attended pairs in every layer where it is a query.
 # For the dense models that csbp is made for, a row's linear layers cost about as much as attention over a few
@@ -80,7 +80,7 @@ def make_units(geometry: Geometry, kinds: tuple[LayerKind, ...], weights: tuple[
     Args:
         geometry: the pack.
         kinds: of the model's attention layers.
-        weights: how many layers there are of each kind; 1 each by default.
+        weights: what a pair costs in all layers of each kind; 1 each by default.
     """
     weights = weights or (1,) * len(kinds)
     cell_edges, block_edges = geometry.cell_starts, geometry.block_starts
@@ -89,15 +89,15 @@ def make_units(geometry: Geometry, kinds: tuple[LayerKind, ...], weights: tuple[
     per_clean, per_noised = row_costs(kinds, weights)
     cell_cost, block_cost = cell_rows * per_clean, block_rows * per_noised
     for kind, weight in zip(kinds, weights, strict=True):
-        cell_cost = cell_cost + weight * clean_pairs(geometry, kind, cell_edges[:-1], cell_edges[1:])
-        block_cost = block_cost + weight * noised_pairs(geometry, kind, block_edges[:-1], block_edges[1:])
+        cell_cost = cell_cost + weight * cell_pairs(geometry, kind)
+        block_cost = block_cost + weight * block_pairs(geometry, kind)
     over = np.flatnonzero(geometry.block_cell >= 0)
     loose = np.flatnonzero(geometry.block_cell < 0)
     np.add.at(cell_cost, geometry.block_cell[over], block_cost[over])
     np.add.at(cell_rows, geometry.block_cell[over], block_rows[over])
     document = np.concatenate([index_of(geometry.document_starts, cell_edges[:-1]), geometry.block_document[loose]])
     prefix = np.concatenate([cell_edges[:-1], geometry.block_prefix_end[loose]])
-    order = np.lexsort((np.arange(len(prefix)), prefix, document))
+    order = np.lexsort((prefix, document))
     return Units(document[order], np.concatenate([cell_cost, block_cost[loose]])[order],
                  np.concatenate([cell_rows, block_rows[loose]])[order],
                  np.concatenate([np.arange(cells), np.full(len(loose), -1)])[order],
@@ -190,7 +190,7 @@ def assign_owners(geometry: Geometry, kinds: tuple[LayerKind, ...], world: int,
         geometry: the pack.
         kinds: of the model's attention layers.
         world: number of ranks.
-        weights: how many layers there are of each kind; 1 each by default.
+        weights: what a pair costs in all layers of each kind; 1 each by default.
     """
     units = make_units(geometry, kinds, weights)
     owner = assign_units(units, world, rows_cap(units, world))

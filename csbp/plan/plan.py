@@ -75,7 +75,7 @@ class PackPlan:
         exchange: "exact": a rank receives just the rows that its queries see; "all_gather": every row of the
             streams that travel. In the "context" scheme layers without a window always gather.
         owners: who owns which cell and block, if not for the planner to choose; unused in the "context" scheme.
-        weights: how many layers there are of each kind; 1 each by default.
+        weights: what a pair costs in all layers of each kind (see ``ModelShape.weights``); 1 each by default.
     """
 
     geometry: Geometry
@@ -92,14 +92,14 @@ class PackPlan:
         assert self.weights is None or len(self.weights) == len(self.kinds)
 
     @property
-    def layers(self) -> tuple[int, ...]:
-        """How many layers there are of each kind."""
+    def pair_weights(self) -> tuple[int, ...]:
+        """``weights``, or 1 for each kind."""
         return self.weights or (1,) * len(self.kinds)
 
     @cached_property
     def ownership(self) -> Ownership:
         """Owner of every cell and block."""
-        return self.owners or assign_owners(self.geometry, self.kinds, self.world, self.layers)
+        return self.owners or assign_owners(self.geometry, self.kinds, self.world, self.pair_weights)
 
     @cached_property
     def holding(self) -> Holding:

@@ -54,7 +54,7 @@ def index_of(starts: np.ndarray, rows: np.ndarray) -> np.ndarray:
 def clean_ranges(geometry: Geometry, kind: LayerKind, rows: np.ndarray | None = None) -> RowRanges:
     """Ranges of clean query rows, all T by default; none of them sees a noised row.
 
-    Within a cell ``prefix_start`` and ``prefix_end`` never fall from row to row.
+    Within a document ``prefix_start`` and ``prefix_end`` never fall from row to row.
 
     Raises:
         ValueError: for a kind without clean queries or with an unknown clean stream.
@@ -73,13 +73,14 @@ def clean_ranges(geometry: Geometry, kind: LayerKind, rows: np.ndarray | None = 
     return RowRanges(start, end, none, none)
 
 
-def noised_ranges(geometry: Geometry, kind: LayerKind, rows: np.ndarray | None = None) -> RowRanges:
+def noised_ranges(geometry: Geometry, kind: LayerKind, rows: np.ndarray | None = None,
+                  blocks: np.ndarray | None = None) -> RowRanges:
     """Ranges of noised query rows, all M by default: their document's clean prefix and their own block.
 
-    Within a block no bound ever falls from row to row.
+    Within a block no bound ever falls from row to row. ``blocks``: which block each row lies in, where that is known.
     """
     row = np.arange(geometry.num_noised) if rows is None else rows
-    block = index_of(geometry.block_starts, row)
+    block = index_of(geometry.block_starts, row) if blocks is None else blocks
     own_start = geometry.block_starts[block]
     start = geometry.document_starts[geometry.block_document[block]]
     end = geometry.block_prefix_end[block]
@@ -99,25 +100,25 @@ def _sum_at_least(first: np.ndarray, count: np.ndarray, floor: np.ndarray) -> np
     return low * floor + rest * (first + low) + rest * (rest - 1) // 2
 
 
-def clean_pairs(geometry: Geometry, kind: LayerKind, start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """int64, keys seen by the clean rows [start, end) together, each range within one cell; in closed form."""
+def clean_pairs(geometry: Geometry, kind: LayerKind, cell: np.ndarray, start: np.ndarray,
+                end: np.ndarray) -> np.ndarray:
+    """int64, keys seen by the clean rows [start, end) of a cell together; in closed form, one entry a range."""
     if kind.clean == "absent":
         return np.zeros_like(start)
     rows, document = end - start, geometry.document_starts[index_of(geometry.document_starts, start)]
     if kind.clean == "token_causal":
         ends = rows * (start + 1) + rows * (rows - 1) // 2
     else:
-        ends = rows * geometry.cell_starts[np.minimum(index_of(geometry.cell_starts, start) + 1,
-                                                      len(geometry.cell_starts) - 1)]
+        ends = rows * geometry.cell_starts[cell + 1]
     starts = rows * document if kind.window is None else _sum_at_least(start - kind.window + 1, rows, document)
     return ends - starts
 
 
-def noised_pairs(geometry: Geometry, kind: LayerKind, start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """int64, keys seen by the noised rows [start, end) together, each range within one block; in closed form."""
-    if not kind.noised or geometry.num_blocks == 0:
+def noised_pairs(geometry: Geometry, kind: LayerKind, block: np.ndarray, start: np.ndarray,
+                 end: np.ndarray) -> np.ndarray:
+    """int64, keys seen by the noised rows [start, end) of a block together; in closed form, one entry a range."""
+    if not kind.noised:
         return np.zeros_like(start)
-    block = np.minimum(index_of(geometry.block_starts, start), geometry.num_blocks - 1)
     rows, slot = end - start, start - geometry.block_starts[block]
     document, prefix_end = geometry.document_starts[geometry.block_document[block]], geometry.block_prefix_end[block]
     prefix = rows * (prefix_end - document)
@@ -129,3 +130,15 @@ def noised_pairs(geometry: Geometry, kind: LayerKind, start: np.ndarray, end: np
     if kind.in_block == "bidirectional":
         return prefix + rows * (geometry.block_starts[block + 1] - geometry.block_starts[block])
     return prefix + rows * (slot + 1) + rows * (rows - 1) // 2
+
+
+def cell_pairs(geometry: Geometry, kind: LayerKind) -> np.ndarray:
+    """int64 [C], keys seen by the clean rows of each cell together."""
+    edges = geometry.cell_starts
+    return clean_pairs(geometry, kind, np.arange(len(edges) - 1), edges[:-1], edges[1:])
+
+
+def block_pairs(geometry: Geometry, kind: LayerKind) -> np.ndarray:
+    """int64 [NB], keys seen by the noised rows of each block together."""
+    edges = geometry.block_starts
+    return noised_pairs(geometry, kind, np.arange(geometry.num_blocks), edges[:-1], edges[1:])

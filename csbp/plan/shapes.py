@@ -6,7 +6,8 @@ H query heads, K key/value heads, d head dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,17 @@ class ModelShape:
     def kinds(self) -> tuple[LayerKind, ...]:
         """The distinct kinds of attention layer."""
         return tuple(part.kind for part in self.attention)
+
+    def weights(self, kinds: Iterable[LayerKind]) -> tuple[int, ...]:
+        """What attending one pair costs in all layers of each of these kinds, beside the others: 25 layers of 16 x 256
+        and 5 of 16 x 512 weigh 5 and 2.
+
+        Raises:
+            KeyError: the model has no layers of a kind of that name.
+        """
+        costs = {part.kind.name: part.count * part.pair_flops for part in self.attention}
+        chosen = [costs[kind.name] for kind in kinds]
+        return tuple(cost // math.gcd(*chosen) for cost in chosen)
 
     def layer_linears(self, part: AttentionLayers, *, active: bool) -> list[tuple[int, int]]:
         """(inputs, outputs) of every matrix of one layer; ``active``: of those that one token passes through."""

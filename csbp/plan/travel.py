@@ -95,8 +95,8 @@ def find_travel(holding: Holding, kind: LayerKind, gather: bool) -> Travel:
 def _needs(holding: Holding, kind: LayerKind, gather: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ranges of rows over both streams that ranks' queries see: (ranks, starts, ends).
 
-    The rows of a cell or block see overlapping or adjoining ranges, so together they see all from where the first
-    one's range starts to where the last one's ends.
+    Neighbouring rows of a document or block see overlapping or adjoining ranges, so together they see all from where
+    the first one's range starts to where the last one's ends.
     """
     geometry, clean, zigzag = holding.geometry, holding.geometry.num_clean, holding.owners is None
     none = np.zeros(0, np.int64)
@@ -108,12 +108,12 @@ def _needs(holding: Holding, kind: LayerKind, gather: bool) -> tuple[np.ndarray,
         last = clean + (geometry.num_noised if zigzag and kind.noised else 0)
         return ranks, np.zeros_like(ranks), np.full_like(ranks, last)
     if kind.clean != "absent":
-        cells = holding.cells
-        found.append((cells.owner, clean_ranges(geometry, kind, cells.start).prefix_start,
-                      clean_ranges(geometry, kind, cells.end - 1).prefix_end))
+        texts = holding.texts
+        found.append((texts.owner, clean_ranges(geometry, kind, texts.start).prefix_start,
+                      clean_ranges(geometry, kind, texts.end - 1).prefix_end))
     if kind.noised:
         blocks = holding.blocks
-        low, high = (noised_ranges(geometry, kind, rows) for rows in (blocks.start, blocks.end - 1))
+        low, high = (noised_ranges(geometry, kind, rows, blocks.unit) for rows in (blocks.start, blocks.end - 1))
         found.append((blocks.owner, low.prefix_start, high.prefix_end))
         if zigzag:  # blocks may be cut between ranks
             found.append((blocks.owner, clean + low.block_start, clean + high.block_end))
