@@ -15,6 +15,7 @@ from csbp.errors import ConfigError
 from csbp.plan.geometry import LayerKind
 
 _KINDS = {"full_attention": "full", "sliding_attention": "sliding"}
+_LARGEST = 2**31 - 1  # of any size
 BACKWARD_PAIRS = 2.5  # the backward of attention is five matrix products against the forward's two
 
 
@@ -152,14 +153,18 @@ def model_shape(fields: Mapping[str, Any], clean: str) -> ModelShape:
         clean: what a clean row sees, "block_causal" or "token_causal".
 
     Raises:
-        ConfigError: a size is missing or is no positive whole number.
+        ConfigError: a size is missing, is no positive whole number, or does not fit the others.
     """
-    fields = {**fields, **fields.get("text_config", {})}
+    nested = fields.get("text_config", {})
+    if not isinstance(nested, Mapping):
+        raise ConfigError("model.shape.text_config", nested, "must be a mapping, as in {name: value}")
+    fields = {**fields, **nested}
 
     def size(*names: str, default: int | None = None) -> int:
         given = next((fields[name] for name in names if fields.get(name) is not None), default)
-        if not isinstance(given, int) or given < (1 if default is None else 0):
-            raise ConfigError(f"model.shape.{names[0]}", given, "planning needs it: a positive whole number")
+        low = 1 if default is None else 0
+        if not isinstance(given, int) or isinstance(given, bool) or not low <= given <= _LARGEST:
+            raise ConfigError(f"model.shape.{names[0]}", given, f"must be a whole number from {low} to {_LARGEST:,}")
         return given
 
     hidden, heads, layers = size("hidden_size"), size("num_attention_heads"), size("num_hidden_layers")
@@ -191,7 +196,11 @@ def _layer_types(fields: Mapping[str, Any], layers: int) -> list[str]:
     types = fields.get("layer_types")
     if types is None:
         first = fields.get("max_window_layers", 0) if fields.get("use_sliding_window") else layers
+        if not isinstance(first, int) or first < 0:
+            raise ConfigError("model.shape.max_window_layers", first, "must be a whole number, at least 0")
         return ["full_attention"] * min(first, layers) + ["sliding_attention"] * max(layers - first, 0)
+    if not isinstance(types, (list, tuple)):
+        raise ConfigError("model.shape.layer_types", types, "must be a list, one entry a layer")
     if len(types) != layers:
         raise ConfigError("model.shape.layer_types", f"{len(types)} entries", f"must name {layers} layers, "
                                                                               "one entry a layer")

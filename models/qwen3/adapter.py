@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from csbp.attention import interface
 from csbp.attention.operator import BoundPlan
-from csbp.errors import ConfigError
 from csbp.models.protocol import LocalBatch
+from csbp.models.qwen3.settings import read_settings
 from csbp.plan.geometry import LayerKind
 
 KIND_OF_TYPE = {"full_attention": "full", "sliding_attention": "sliding"}
@@ -45,29 +44,13 @@ class Qwen3Adapter:
 
     def load(self, path: Path, dtype: torch.dtype) -> nn.Module:
         """Pretrained weights from a Hugging Face folder."""
-        config = self._config(path, {})
+        config = read_settings(path, {})
         return _named(Qwen3ForCausalLM.from_pretrained(path, config=config, dtype=dtype, local_files_only=True,
                                                        use_safetensors=True))
 
     def build(self, path: Path | None, shape: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
         """Random weights by the family's own initialisation (draws from torch's global generator)."""
-        return cast(nn.Module, _named(Qwen3ForCausalLM(self._config(path, shape)))).to(dtype)
-
-    def _config(self, path: Path | None, shape: Mapping[str, Any]) -> Qwen3Config:
-        base = Qwen3Config.from_pretrained(path, local_files_only=True).to_dict() if path else {}
-        known = Qwen3Config().to_dict()
-        for name in shape:
-            if name not in known:
-                raise ConfigError(f"model.shape.{name}", shape[name], "Qwen3's configuration has no such field")
-        if "num_hidden_layers" in shape:
-            base.pop("layer_types", None)  # one entry a layer; derived anew
-        config = Qwen3Config(**{**base, **shape})
-        if config.attention_dropout:
-            raise ConfigError("model.shape.attention_dropout", config.attention_dropout, "set it to 0")
-        interface.register()
-        config._attn_implementation = interface.NAME
-        config.use_cache = False
-        return config
+        return cast(nn.Module, _named(Qwen3ForCausalLM(read_settings(path, shape)))).to(dtype)
 
     def layer_kinds(self, model: nn.Module, clean: str) -> tuple[LayerKind, ...]:
         """One kind, or two where some layers have a sliding window."""
