@@ -71,7 +71,7 @@ def read_meta(folder: Path, *, checksums: bool) -> dict[str, Any] | None:
             path = folder / name
             if path.stat().st_size != expected["bytes"] or (checksums and _crc(path) != expected["crc32"]):
                 return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return meta
 

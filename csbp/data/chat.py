@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jinja2.exceptions import TemplateError
 
 from csbp.data.boundaries import Encoded, encode_with_cuts
 from csbp.data.skips import SkipRecord
 from csbp.data.tokenizer import special_strings
+from csbp.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -64,8 +64,16 @@ class _Answer:
 
 
 def has_generation_tags(tokenizer: PreTrainedTokenizerFast, tools: Sequence[Any] | None = None) -> bool:
-    """Whether the chat template marks the assistant's text itself."""
-    return bool(_GENERATION_TAG.search(tokenizer.get_chat_template(None, _or_none(tools))))
+    """Whether the chat template marks the assistant's text itself.
+
+    Raises:
+        ConfigError: the tokenizer has several templates, and none for this.
+    """
+    try:
+        return bool(_GENERATION_TAG.search(tokenizer.get_chat_template(None, _or_none(tools))))
+    except ValueError as error:
+        why = f"no chat template can be chosen: {error}"
+        raise ConfigError("data.tokenizer", tokenizer.name_or_path, why) from error
 
 
 def chat_samples(tokenizer: PreTrainedTokenizerFast, messages: Messages,
@@ -87,22 +95,26 @@ def chat_samples(tokenizer: PreTrainedTokenizerFast, messages: Messages,
         SkipRecord: nothing of the conversation can be learnt, and why.
     """
     def render(turns: Messages, prompt: bool) -> str:
-        return str(tokenizer.apply_chat_template(list(turns), tools=_or_none(tools), tokenize=False,
-                                                 add_generation_prompt=prompt))
+        return str(_apply_template(tokenizer, turns, tools, tokenize=False, add_generation_prompt=prompt))
 
-    try:
-        if has_generation_tags(tokenizer, tools):
-            found = _tagged_samples(tokenizer, messages, tools, render)
-        else:
-            found = _compared_samples(tokenizer, messages, render)
-    except (TemplateError, TypeError) as error:  # a template's own check, or text added to something else
-        raise SkipRecord(REFUSED, str(error)) from error
+    if has_generation_tags(tokenizer, tools):
+        found = _tagged_samples(tokenizer, messages, tools, render)
+    else:
+        found = _compared_samples(tokenizer, messages, render)
     if not found:
         raise SkipRecord(NO_ANSWER)
     return found
 
 
 Render = Callable[[Messages, bool], str]
+
+
+def _apply_template(tokenizer: PreTrainedTokenizerFast, turns: Messages, tools: Sequence[Any] | None,
+                    **options: Any) -> Any:
+    try:
+        return tokenizer.apply_chat_template(list(turns), tools=_or_none(tools), **options)
+    except Exception as error:  # a template is a program: its own checks, and whatever its expressions raise
+        raise SkipRecord(REFUSED, f"{type(error).__name__}: {error!s:.200}") from error
 
 
 def _compared_samples(tokenizer: PreTrainedTokenizerFast, messages: Messages, render: Render) -> list[Sample]:
@@ -158,9 +170,9 @@ def _tagged_samples(tokenizer: PreTrainedTokenizerFast, messages: Messages, tool
     samples = []
     for group in groups:
         first, last = group[0].turn, group[-1].turn
-        rendered: Any = tokenizer.apply_chat_template(list(messages[:last + 1]), tools=_or_none(tools), tokenize=True,
-                                                 return_dict=True, return_assistant_tokens_mask=True,
-                                                 tokenizer_kwargs={"return_offsets_mapping": True})
+        rendered = _apply_template(tokenizer, messages[:last + 1], tools, tokenize=True, return_dict=True,
+                                   return_assistant_tokens_mask=True,
+                                   tokenizer_kwargs={"return_offsets_mapping": True})
         ids, targets = np.array(rendered["input_ids"]), np.array(rendered["assistant_masks"], bool)
         if group is not groups[0]:  # earlier answers are learnt in samples of their own
             before = len(render(messages[:first], False))

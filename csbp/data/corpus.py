@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger("csbp.data")
-FORMAT = 1  # raise when the arrays or their meaning change
+FORMAT = 2  # raise when the arrays or their meaning change
 _REPORT_SECONDS = 30.0
 
 
@@ -92,17 +92,31 @@ def open_corpus(source: SourceConfig, field: str, config: DataConfig, tokenizer:
     """
     cache = Path(config.cache_dir).expanduser()
     folder = cache / _digest(source, field, config, tokenizer)
+    corpus = _load(folder, checksums=checksums)
+    if corpus is None:
+        _build(folder, source, field, config, tokenizer)
+        corpus = _load(folder, checksums=False)
+    if corpus is None:
+        raise UserError(f"{folder}: cannot be read, though it has just been written; give another data.cache_dir")
+    return corpus
+
+
+def _load(folder: Path, *, checksums: bool) -> Corpus | None:
+    """The corpus of a finished folder, or None where anything of it is missing or damaged. Its digest is of checksums:
+    the same for the same training text, whatever its files are called and when they changed."""
     meta = read_meta(folder, checksums=checksums)
     if meta is None:
-        meta = _build(folder, source, field, config, tokenizer)
-    arrays: dict[str, Any] = {name: map_array(folder, name) for name in _dtypes(1) if f"{name}.npy" in meta["files"]}
-    return Corpus(**{"targets": None, **arrays}, skips=Skips(**meta["skips"]), digest=_content_digest(meta))
-
-
-def _content_digest(meta: dict[str, Any]) -> str:
-    """From the checksums: the same for the same training text, whatever its files are called and when they changed."""
-    read = {name: meta["files"].get(f"{name}.npy") for name in ("tokens", "starts", "targets")}
-    return hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()
+        return None
+    try:
+        files, skips = meta["files"], Skips(**meta["skips"])
+        skips.lines()  # raises for anything but counted reasons
+        masked = (folder / "targets.npy").exists()
+        read = {name: files[f"{name}.npy"] for name in _dtypes(1) if name != "targets" or masked}
+        arrays: dict[str, Any] = {"targets": None, **{name: map_array(folder, name) for name in read}}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    learnt = {name: read.get(name) for name in ("tokens", "starts", "targets")}
+    return Corpus(**arrays, skips=skips, digest=hashlib.sha256(json.dumps(learnt, sort_keys=True).encode()).hexdigest())
 
 
 def _digest(source: SourceConfig, field: str, config: DataConfig, tokenizer: PreTrainedTokenizerFast) -> str:
@@ -118,24 +132,23 @@ def _dtypes(vocabulary: int) -> dict[str, Any]:
 
 
 def _build(folder: Path, source: SourceConfig, field: str, config: DataConfig,
-           tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+           tokenizer: PreTrainedTokenizerFast) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(prefix=f"{folder.name}.building-", dir=folder.parent))
     except OSError as error:
         raise ConfigError("data.cache_dir", config.cache_dir, f"cannot be written to: {error}") from error
     try:
-        meta = _fill(building, source, field, Encoder(tokenizer, config.append_eos))
+        _fill(building, source, field, Encoder(tokenizer, config.append_eos))
         _publish(building, folder)
     except OSError as error:
         raise UserError(f"data.cache_dir={config.cache_dir}: the corpus cannot be written: {error}") from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
-    return read_meta(folder, checksums=False) or meta
 
 
-def _fill(building: Path, source: SourceConfig, field: str, encoder: Encoder) -> dict[str, Any]:
-    """Tokenizes the source into a folder and returns its meta data."""
+def _fill(building: Path, source: SourceConfig, field: str, encoder: Encoder) -> None:
+    """Tokenizes the source into a folder. Whatever goes wrong with the source is no OSError."""
     skips = Skips()
     out = ArrayFolder(building, _dtypes(next_free_id(encoder.tokenizer)))
     out.append("starts", 0)
@@ -162,29 +175,26 @@ def _fill(building: Path, source: SourceConfig, field: str, encoder: Encoder) ->
             log.info("%s: %s documents, %s tokens so far", field, f"{documents:,}", f"{out.sizes['tokens']:,}")
     skips.warn(field)
     if not documents:
-        raise UserError(f"{field} (path={source.path!r}): no document that can be learnt; "
-                        + ("; ".join(skips.lines()) or "it is empty"))
+        raise skips.nothing_left(field, source.path)
     about = {"format": FORMAT, "source": asdict(source), "skips": asdict(skips)}
     out.finish(about, drop=() if masked else ("targets",))
-    meta = read_meta(building, checksums=False)
-    assert meta is not None, "just written"
-    return meta
 
 
 def _publish(building: Path, folder: Path) -> None:
-    """Move a finished folder into place; whoever comes second keeps the first one's, if that is sound."""
+    """Move a finished folder into place; whoever comes second keeps the first one's, if that is sound. Anything else
+    of that name (a damaged folder, a file, a link) goes."""
     for _ in range(3):
         try:
             os.rename(building, folder)
             return
         except OSError:
-            if not folder.exists():
+            if not os.path.lexists(folder):
                 raise
-            if read_meta(folder, checksums=True) is not None:
+            if _load(folder, checksums=True) is not None:
                 return
             aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.broken-", dir=folder.parent))
             try:
-                os.rename(folder, aside)
+                os.rename(folder, aside / folder.name)
             except OSError:
                 continue  # another process has just moved it
             finally:

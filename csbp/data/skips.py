@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
+from csbp.errors import ConfigError
+
 log = logging.getLogger("csbp.data")
 
 
@@ -31,6 +33,11 @@ class Skips:
     def lines(self) -> list[str]:
         """One sentence a reason."""
         return [f"left out {n:,}: {reason} (first: {self.first[reason]})" for reason, n in self.counts.items()]
+
+    def nothing_left(self, field: str, path: str) -> ConfigError:
+        """What to raise for a source that gave no sample at all."""
+        why = "; ".join(self.lines()) or "it is empty"
+        return ConfigError(f"{field}.path", path, f"no document that can be learnt; {why}; give other data")
 
     def warn(self, where: str) -> None:
         """Say so once, after a whole source has been read."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from csbp.config.schema import SourceConfig
-from csbp.config.sources import column_names
-from csbp.data.files import STDLIB, SourceFile, list_files
-from csbp.data.records import Record, check_columns, record_from_row
+from csbp.data.files import SourceFile, list_files, local_path, unreadable
+from csbp.data.records import Record
 from csbp.data.skips import Skips
+from csbp.data.tables import read_tables, rows_to_records
 from csbp.errors import ConfigError, UserError
 
 _SAVED_DATASET = ("state.json", "dataset_dict.json")  # what datasets.save_to_disk writes
@@ -24,97 +22,58 @@ def read_source(source: SourceConfig, field: str, skips: Skips) -> Iterator[Reco
     Args:
         source: what to read.
         field: dotted name, e.g. ``data.sources.0``, for messages.
-        skips: counts what cannot be read (text files that are not UTF-8).
+        skips: counts what is left out: what is no text in a folder of texts, rows that are no Unicode.
 
     Raises:
-        ConfigError: nothing there, a missing column, a format that the kind cannot hold.
-        UserError: a file that breaks its own format, by file and line.
+        ConfigError: nothing there, a missing column, a format that the kind cannot hold, a file that cannot be read
+            or breaks its own format, by file and line.
     """
     if source.kind == "text":
         if source.format != "text":
             raise ConfigError(f"{field}.format", source.format, "kind=text reads whole files; use format=text or "
                               "another kind")
-        return _read_text(list_files(source, field), skips)
-    if source.kind == "dataset":
-        return _read_dataset(source, field)
-    reader = _read_jsonl if source.kind == "jsonl" else _read_parquet
-    return _read_tables(source, field, reader)
+        return _read_text(source, field, skips)
+    return (_read_dataset if source.kind == "dataset" else read_tables)(source, field, skips)
 
 
 def source_stamp(source: SourceConfig, field: str) -> list[Any]:
-    """What changes when the source's content does: the files' stamps, or a dataset's fingerprint. JSON-able."""
-    local = Path(source.path).expanduser()
-    if source.kind != "dataset":
-        return [list(f.stamp()) for f in list_files(source, field)]
-    if local.exists():
-        files = [p for p in (local.rglob("*") if local.is_dir() else [local]) if p.is_file()]
-        return [list(SourceFile(p.as_posix(), p.absolute()).stamp()) for p in sorted(files)]
+    """What changes when the source's content does: the files' stamps, or a dataset's fingerprint. JSON-able.
+
+    Raises:
+        ConfigError: nothing there, or a file cannot be read.
+    """
+    local = local_path(source)
+    try:
+        if source.kind != "dataset":
+            return [list(f.stamp()) for f in list_files(source, field)]
+        if local.exists():
+            files = [p for p in (local.rglob("*") if local.is_dir() else [local]) if p.is_file()]
+            return [list(SourceFile(p.as_posix(), p.absolute()).stamp()) for p in sorted(files)]
+    except OSError as error:
+        raise unreadable(source, field, error.filename or local, error) from error
     return [_open_dataset(source, field)._fingerprint]
 
 
-def _read_text(files: list[SourceFile], skips: Skips) -> Iterator[Record]:
-    for file in files:
+def _read_text(source: SourceConfig, field: str, skips: Skips) -> Iterator[Record]:
+    for file in list_files(source, field, skips):
         try:
-            text = file.path.read_bytes().decode("utf-8")
+            data = file.path.read_bytes()
+            text = data.decode("utf-8-sig")
+        except OSError as error:
+            raise unreadable(source, field, file.path, error) from error
         except UnicodeDecodeError:
             skips.add("not UTF-8 text", file.name)
+            continue
+        if "\0" in text:
+            skips.add("a binary file (it holds NUL bytes)", file.name)
             continue
         yield Record(file.name, text=text)
 
 
-Reader = Callable[[SourceFile, SourceConfig, str], Iterator[tuple[int, dict[str, Any]]]]
-
-
-def _read_tables(source: SourceConfig, field: str, reader: Reader) -> Iterator[Record]:
-    if source.path == STDLIB:
-        raise ConfigError(f"{field}.kind", source.kind, f"{STDLIB} is a folder of text files; use kind=text")
-    for file in list_files(source, field):
-        for index, row in reader(file, source, field):
-            where = f"{file.path}, {'line' if source.kind == 'jsonl' else 'row'} {index + 1}"
-            yield record_from_row(row, source, field, f"{file.name}:{index}", where)
-
-
-def _read_jsonl(file: SourceFile, source: SourceConfig, field: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    opened = gzip.open(file.path, "rb") if file.path.suffix == ".gz" else file.path.open("rb")
-    with opened as lines:
-        for index, line in enumerate(lines):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig"))
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                hint = "; a file that starts with '[' is one JSON array: write one object a line" \
-                    if index == 0 and line.lstrip().startswith(b"[") else ""
-                raise UserError(f"{file.path}, line {index + 1}: not a JSON line ({error}){hint}") from error
-            if not isinstance(row, dict):
-                raise UserError(f"{file.path}, line {index + 1}: every line must be a JSON object, "
-                                f"not {type(row).__name__}")
-            yield index, row
-
-
-def _read_parquet(file: SourceFile, source: SourceConfig, field: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.ParquetFile(file.path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{file.path}: not a parquet file ({error})") from error
-    available = table.schema_arrow.names
-    check_columns(source, field, available, str(file.path))
-    wanted = [theirs for theirs in column_names(source, field).values() if theirs in available]
-    index = 0
-    for batch in table.iter_batches(batch_size=1024, columns=wanted):
-        for row in batch.to_pylist():
-            yield index, row
-            index += 1
-
-
-def _read_dataset(source: SourceConfig, field: str) -> Iterator[Record]:
+def _read_dataset(source: SourceConfig, field: str, skips: Skips) -> Iterator[Record]:
     label = Path(source.path).name or source.path
-    for index, row in enumerate(_open_dataset(source, field)):
-        yield record_from_row(row, source, field, f"{label}/{source.split}:{index}",
-                              f"{source.path} ({source.split}), row {index + 1}")
+    return rows_to_records(enumerate(_open_dataset(source, field)), source, field, skips,
+                           f"{label}/{source.split}", f"{source.path} ({source.split})", "row")
 
 
 def _open_dataset(source: SourceConfig, field: str) -> Any:
@@ -127,7 +86,7 @@ def _open_dataset(source: SourceConfig, field: str) -> Any:
 
     if not source.path:
         raise ConfigError(f"{field}.path", source.path, "name a dataset or its folder")
-    local = Path(source.path).expanduser()
+    local = local_path(source)
     try:
         if any((local / name).is_file() for name in _SAVED_DATASET):
             return _open_saved(local, source, field)
@@ -135,10 +94,13 @@ def _open_dataset(source: SourceConfig, field: str) -> Any:
         return datasets.load_dataset(name, subset or None, split=source.split, streaming=source.streaming)
     except (FileNotFoundError, datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
         raise ConfigError(f"{field}.path", source.path, f"datasets finds nothing there: {error}") from error
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise UserError(f"{field}.path={source.path!r}: datasets cannot read it: {error}") from error
-    except ValueError as error:  # an unknown split or subset; the message lists those there are
-        raise ConfigError(f"{field}.split", source.split, str(error)) from error
+    except UserError:
+        raise
+    except Exception as error:  # of the many formats' readers
+        if type(error) is ValueError:  # an unknown split or subset; the message lists those there are
+            raise ConfigError(f"{field}.split", source.split, str(error)) from error
+        inner = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        raise unreadable(source, field, "datasets", inner) from error
 
 
 def _open_saved(folder: Path, source: SourceConfig, field: str) -> Any:

@@ -19,7 +19,6 @@ from csbp.data.samples import Totals, Window
 from csbp.data.skips import Skips
 from csbp.data.sources import read_source
 from csbp.data.tokenizer import tokenizer_digest
-from csbp.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -100,8 +99,7 @@ class StreamedSamples:
                 found = True
                 yield record.name, piece
         if not found:
-            raise UserError(f"{field} (path={source.path!r}): no document that can be learnt; "
-                            + ("; ".join(self.skips.lines()) or "it is empty"))
+            raise self.skips.nothing_left(field, source.path)
 
     def totals(self) -> Totals:
         """Of the first window, because a stream's end is not known."""

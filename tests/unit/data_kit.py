@@ -1,10 +1,17 @@
-"""A tiny byte-level BPE tokenizer with Qwen's special tokens, made in memory, and its stock chat templates."""
+"""A tiny byte-level BPE tokenizer with Qwen's special tokens, made in memory, and its stock chat templates; files of
+every kind to read."""
 
 from __future__ import annotations
 
+import copy
+import json
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+import datasets
+import pyarrow
+import pyarrow.parquet
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -37,3 +44,27 @@ def qwen_like(template: str | None = "qwen2_5", eos: str = "<|im_end|>") -> PreT
     if template is not None:
         tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
     return tokenizer
+
+
+def with_template(tokenizer: Any, template: str) -> Any:
+    """A copy of a tokenizer with another chat template."""
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = template
+    return other
+
+
+def write_lines(path: Path, rows: list[Any]) -> Path:
+    """A jsonl file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_rows(path: Path, kind: str, rows: list[Any]) -> Path:
+    """A jsonl file, a parquet file or the folder of a dataset."""
+    if kind == "jsonl":
+        return write_lines(path, rows)
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        datasets.Dataset.from_list(rows).save_to_disk(path)
+    return path

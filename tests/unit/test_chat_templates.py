@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
-from data_kit import TEMPLATES, qwen_like
+from data_kit import TEMPLATES, qwen_like, with_template
 
 from csbp.data.chat import NO_ANSWER, NO_PROMPT, REFUSED, Sample, chat_samples
 from csbp.data.skips import SkipRecord
@@ -115,22 +116,13 @@ def test_only_a_straddled_answer_is_cut_from_the_whole_text() -> None:
                                             "<|im_start|>assistant\n«five<|im_end|>»")
 
 
-def tagged(tokenizer: Any, template: str) -> Any:
-    """The same tokenizer with another template (its own copy)."""
-    import copy
-
-    other = copy.deepcopy(tokenizer)
-    other.chat_template = template
-    return other
-
-
 CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
           "{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}"
           "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 
 
 def test_generation_tags_are_believed() -> None:
-    tokenizer = tagged(qwen_like("qwen2_5"), CHATML)
+    tokenizer = with_template(qwen_like("qwen2_5"), CHATML)
     (sample,) = chat_samples(tokenizer, [USER, HELLO, ASKED, FIVE])
     assert shown(sample, tokenizer) == (
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n«Hello!<|im_end|>»\n"
@@ -141,7 +133,7 @@ def test_generation_tags_with_a_rewritten_history() -> None:
     """Old answers in capitals: learnt as they were written, read as they are rewritten."""
     rewriting = CHATML.replace("{{ m.content + '<|im_end|>' }}{% endgeneration",
                                "{{ (m.content if loop.last else m.content|upper) + '<|im_end|>' }}{% endgeneration")
-    tokenizer = tagged(qwen_like("qwen2_5"), rewriting)
+    tokenizer = with_template(qwen_like("qwen2_5"), rewriting)
     first, second = (shown(s, tokenizer) for s in chat_samples(tokenizer, [USER, HELLO, ASKED, FIVE]))
     assert first.endswith("assistant\n«Hello!<|im_end|>»")
     assert second.endswith("assistant\nHELLO!<|im_end|>\n<|im_start|>user\nsum?<|im_end|>\n"
@@ -151,7 +143,7 @@ def test_generation_tags_with_a_rewritten_history() -> None:
 def test_a_template_without_an_end_token_teaches_the_whole_turn() -> None:
     plain = ("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
              "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")
-    tokenizer = tagged(qwen_like("qwen2_5"), plain)
+    tokenizer = with_template(qwen_like("qwen2_5"), plain)
     (sample,) = chat_samples(tokenizer, [USER, HELLO, ASKED, FIVE])
     assert shown(sample, tokenizer) == "user: Hi\nassistant: «Hello!\n»user: sum?\nassistant: «five\n»"
 
@@ -160,7 +152,7 @@ def test_a_token_shared_with_the_next_turn_is_not_learnt() -> None:
     """Without an end token the last newline of an answer joins the newline that separates it from the next turn."""
     bare = ("{% for m in messages %}{{ ('' if loop.first else '\n') + m.role + ': ' + m.content }}{% endfor %}"
             "{% if add_generation_prompt %}{{ '\nassistant: ' }}{% endif %}")
-    tokenizer = tagged(qwen_like("qwen2_5"), bare)
+    tokenizer = with_template(qwen_like("qwen2_5"), bare)
     (sample,) = chat_samples(tokenizer, [USER, {"role": "assistant", "content": "Hello\n"}, ASKED, FIVE])
     assert shown(sample, tokenizer) == "user: Hi\nassistant: «Hello»\n\nuser: sum?\nassistant: «five»"
 
@@ -174,6 +166,21 @@ def test_what_cannot_be_learnt_is_said(messages: list[dict[str, Any]], reason: s
     assert caught.value.reason == reason
 
 
+@pytest.mark.parametrize("body", ["1 / 0", "messages.nothing.there", "'a' + 1", "range(10 ** 9)",
+                                  "raise_exception('no')", "'%d' % 'a'", "'a' ~"])
+@pytest.mark.parametrize("tags", ["", "{% generation %}{% endgeneration %}"])
+def test_whatever_a_template_raises_refuses_the_conversation(body: str, tags: str) -> None:
+    tokenizer = with_template(qwen_like("qwen2_5"), "{{ " + body + " }}" + tags)
+    with pytest.raises(SkipRecord) as caught:
+        chat_samples(tokenizer, [USER, HELLO])
+    assert caught.value.reason == REFUSED and re.match(r"\w*(Error|Exception): ", caught.value.detail)
+
+
+def test_several_templates_without_a_default_are_a_clear_error() -> None:
+    with pytest.raises(ConfigError, match=r"data.tokenizer=.*no chat template can be chosen"):
+        chat_samples(with_template(qwen_like("qwen2_5"), {"a": CHATML, "b": CHATML}), [USER, HELLO])
+
+
 def test_a_greeting_is_context_only() -> None:
     (text,) = samples("qwen2_5", [HELLO, ASKED, FIVE])
     assert text == (SYSTEM + "<|im_start|>assistant\nHello!<|im_end|>\n<|im_start|>user\nsum?<|im_end|>\n"
@@ -184,7 +191,7 @@ def test_a_template_that_forces_other_words_is_refused() -> None:
     forced = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "").replace(
         "'<|im_start|>assistant\n' }}{% endif", "'<|im_start|>assistant\nSure: ' }}{% endif")
     with pytest.raises(SkipRecord) as caught:
-        chat_samples(tagged(qwen_like("qwen2_5"), forced), [USER, HELLO])
+        chat_samples(with_template(qwen_like("qwen2_5"), forced), [USER, HELLO])
     assert caught.value.reason == NO_PROMPT and "Sure" in caught.value.detail
 
 

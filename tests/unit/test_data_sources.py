@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow
-import pyarrow.parquet
 import pytest
+from data_kit import write_lines, write_rows
 
 from csbp.config.schema import SourceConfig
 from csbp.data.files import list_files
 from csbp.data.records import Record
 from csbp.data.skips import Skips
 from csbp.data.sources import read_source, source_stamp
-from csbp.errors import ConfigError, UserError
+from csbp.errors import ConfigError
 
 FIELD = "data.sources.0"
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
@@ -26,11 +25,6 @@ TURNS = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]
 
 def read(**settings: Any) -> list[Record]:
     return list(read_source(SourceConfig(**settings), FIELD, Skips()))
-
-
-def write_lines(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture
@@ -98,15 +92,8 @@ FORMATS = [("text", {"text": "abc"}, Record("NAME", text="abc")),
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset"])
 def test_every_format_of_every_kind(tmp_path: Path, kind: str, format: str, row: dict[str, Any],
                                     record: Record) -> None:
-    path, name = tmp_path / f"x.{kind}", f"x.{kind}:1"
-    rows = [row, row]
-    if kind == "jsonl":
-        write_lines(path, rows)
-    elif kind == "parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        datasets.Dataset.from_list(rows).save_to_disk(path)
-        name = "x.dataset/train:1"
+    path = write_rows(tmp_path / f"x.{kind}", kind, [row, row])
+    name = "x.dataset/train:1" if kind == "dataset" else f"x.{kind}:1"
     found = read(kind=kind, path=str(path), format=format)
     assert len(found) == 2
     assert found[1] == Record(name, record.text, record.messages, record.tools, record.pair)
@@ -129,14 +116,7 @@ def test_a_folder_of_files_and_compressed_ones(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset"])
 def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path, kind: str) -> None:
-    rows = [{"content": "x", "id": 1}]
-    path = tmp_path / f"x.{kind}"
-    if kind == "jsonl":
-        write_lines(path, rows)
-    elif kind == "parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        datasets.Dataset.from_list(rows).save_to_disk(path)
+    path = write_rows(tmp_path / f"x.{kind}", kind, [{"content": "x", "id": 1}])
     with pytest.raises(ConfigError, match=r"data.sources.0.columns.*'text'.*it has content, id; write columns="):
         read(kind=kind, path=str(path))
 
@@ -147,27 +127,43 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path, kind: st
 def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"text": "a"}\n\n' + line.encode("latin-1") + b"\n")
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(ConfigError, match=message):
         read(kind="jsonl", path=str(path))
 
 
 def test_a_json_array_is_recognised(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text('[\n{"text": "a"}]')
-    with pytest.raises(UserError, match="one JSON array"):
+    with pytest.raises(ConfigError, match="one JSON array"):
         read(kind="jsonl", path=str(path))
 
 
 @pytest.mark.parametrize(("format", "row", "message"), [
-    ("messages", {"messages": "Hi"}, "must hold a list of messages"),
+    ("messages", {"messages": "Hi"}, "column 'messages' must hold a list, not 'Hi'"),
+    ("messages", {"messages": [CHAT]}, "'role' and 'content'"),
+    ("messages", {"messages": [{"role": ["user"], "content": "x"}]}, "'role' and 'content'"),
+    ("messages", {"messages": [{"role": "user", "content": {"text": "x"}}]}, "content must be text"),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content must be text"),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "holds int, not text"),
+    ("messages", {"messages": [{"role": "assistant", "tool_calls": 5}]}, "tool_calls must hold a list, not 5"),
+    ("messages", {"messages": [{"role": "assistant", "tool_calls": {"name": "f"}}]}, "tool_calls must hold a list"),
+    ("messages", {"messages": [{"role": "assistant", "tool_calls": ["add"]}]}, "tool_calls must hold a list of obj"),
+    ("messages", {"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]}, "tool call's function must"),
+    ("messages", {"messages": CHAT, "tools": 5}, "column 'tools' must hold a list, not 5"),
+    ("messages", {"messages": CHAT, "tools": [[]]}, "column 'tools' must hold a list of objects"),
+    ("messages", {"messages": CHAT, "tools": "add"}, "column 'tools' must hold a list, not 'add'"),
+    ("messages", {"messages": "[" * 5000}, "column 'messages' must hold a list"),
+    ("sharegpt", {"conversations": [{"from": ["gpt"], "value": "x"}]}, "'from' one of system, human"),
+    ("sharegpt", {"conversations": [5]}, "'from' one of system, human"),
+    ("prompt_completion", {"prompt": ["x"], "completion": "x"}, "column 'prompt' holds list, not text"),
     ("messages", {"messages": [{"content": "x"}]}, "'role' and 'content'"),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content must be text"),
     ("sharegpt", {"conversations": [{"from": "robot", "value": "x"}]}, "'from' one of system, human")])
 def test_broken_conversations(tmp_path: Path, format: str, row: dict[str, Any], message: str) -> None:
     path = write_lines(tmp_path / "x.jsonl", [row])
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         read(kind="jsonl", path=str(path), format=format)
-    assert "x.jsonl, line 1" in str(caught.value)
+    assert "x.jsonl, line 1: " in str(caught.value) and str(caught.value).endswith("; mend or remove it")
 
 
 def test_messages_lose_nulls_join_text_parts_and_parse_arguments(tmp_path: Path) -> None:
@@ -180,6 +176,15 @@ def test_messages_lose_nulls_join_text_parts_and_parse_arguments(tmp_path: Path)
     assert record.messages == ({"role": "user", "content": "sum"}, {
         "role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]})
     assert record.tools == ({"name": "add"},)
+
+
+def test_lists_and_schemas_may_be_json_texts(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "x.jsonl", [{"messages": json.dumps(CHAT), "tools": json.dumps([{"name": "add"}])},
+                                              {"messages": CHAT, "tools": ['{"name": "add"}']},
+                                              {"messages": CHAT, "tools": ""}, {"messages": CHAT, "tools": "null"}])
+    found = read(kind="jsonl", path=str(path), format="messages")
+    assert all(record.messages == tuple(CHAT) for record in found)
+    assert [record.tools for record in found] == [({"name": "add"},)] * 2 + [None] * 2
 
 
 def test_a_mapping_of_an_unknown_name_is_refused(tmp_path: Path) -> None:

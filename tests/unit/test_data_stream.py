@@ -12,10 +12,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
-from data_kit import qwen_like
+from data_kit import qwen_like, write_lines, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -218,8 +217,7 @@ def test_weights_mix_the_sources(config: DataConfig) -> None:
 def test_a_source_of_which_nothing_is_trained_on_is_refused(config: DataConfig, tmp_path: Path,
                                                             weights: tuple[float | None, ...]) -> None:
     """Drawing from it would never end, and leaving it out would go unnoticed."""
-    path = tmp_path / "one.jsonl"  # its only document is one of the 90% held out
-    path.write_text('{"text": "abc"}\n')
+    path = write_lines(tmp_path / "one.jsonl", [{"text": "abc"}])  # its only document is one of the 90% held out
     sources = [dataclasses.replace(config.sources[0], weight=weights[0]),
                SourceConfig(kind="jsonl", path=str(path), weight=weights[1])]
     mixed = dataclasses.replace(config, sources=sources, validation_fraction=0.9)
@@ -234,8 +232,7 @@ def test_a_source_of_which_nothing_is_trained_on_is_refused(config: DataConfig, 
 
 def chats(path: Path, question: str, count: int = 9) -> SourceConfig:
     chat = [{"role": "user", "content": question}, {"role": "assistant", "content": "Hello"}]
-    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(count)))
-    return SourceConfig(kind="jsonl", path=str(path), format="messages")
+    return SourceConfig(kind="jsonl", path=str(write_lines(path, [{"messages": chat}] * count)), format="messages")
 
 
 @pytest.mark.parametrize(("setting", "split", "message"), [
@@ -339,7 +336,7 @@ def test_settings_that_cannot_work(config: DataConfig, changes: dict[str, Any], 
 
 def streaming(tmp_path: Path, name: str, count: int, weight: float | None = None) -> SourceConfig:
     path = tmp_path / name
-    datasets.Dataset.from_list([{"text": f"{name} {i}\n" * (1 + i % 4)} for i in range(count)]).save_to_disk(path)
+    write_rows(path, "dataset", [{"text": f"{name} {i}\n" * (1 + i % 4)} for i in range(count)])
     return SourceConfig(kind="dataset", path=str(path), streaming=True, weight=weight)
 
 
