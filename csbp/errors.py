@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UserError(Exception):
     """Something outside csbp is wrong (a file, a folder, a checkpoint). Shown without a traceback; exit code 1."""
@@ -27,3 +30,27 @@ class ConfigError(UserError, ValueError):
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
         """As its three arguments: an error of one rank is shown to all."""
         return type(self), (self.field, self.value, self.fix)
+
+
+def refused_by_system(error: BaseException) -> bool:
+    """Whether the operating system refused something: a full disk, a missing right. Libraries written in Rust
+    (safetensors, tokenizers) tell of it in their own exceptions."""
+    return isinstance(error, OSError) or "(os error " in str(error)
+
+
+@contextmanager
+def writing(path: object) -> Iterator[None]:
+    """Around what writes a file or a folder: names it where the operating system refuses.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not refused_by_system(error):
+            raise
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UserError(f"{path}: cannot be written: {reason}") from error

@@ -4,6 +4,7 @@
     .writing-step-00000200/   being written, or left by a crash
     .replaced-step-00000100/  the older one of that step, while a new one takes its place
     .deleted-step-00000050/   being deleted
+    step-00000060.damaged/    was found damaged; nobody reads, counts or deletes it
 
 A checkpoint appears by one rename, so it is whole or absent. Readers change nothing here: the run that
 trains is the only writer, and it clears what a crash has left when it saves next.
@@ -11,15 +12,20 @@ trains is the only writer, and it clears what a crash has left when it saves nex
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 import re
 import shutil
 from pathlib import Path
 
-from csbp.checkpoint.files import Manifest, sync
+from csbp.checkpoint.files import Manifest, find_damage, sync
+
+log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{8,})")
 WRITING, REPLACED, DELETED = ".writing-", ".replaced-", ".deleted-"
+DAMAGED = ".damaged"
 
 
 def step_name(step: int) -> str:
@@ -52,7 +58,7 @@ def begin(root: Path, step: int) -> Path:
         if path.name.startswith(REPLACED) and not final.exists():
             os.rename(path, final)
         elif path.name.startswith((WRITING, REPLACED, DELETED)):
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)  # a file that is still open elsewhere may stay for a while (NFS)
     temporary = root / f"{WRITING}{step_name(step)}"
     temporary.mkdir()
     return temporary
@@ -74,9 +80,13 @@ def publish(temporary: Path) -> Path:
 def prune(root: Path, newest: Path, keep: int) -> None:
     """Delete all but ``newest``, the ``keep - 1`` before it, and the best one.
 
+    Those that are plainly damaged (their bytes are not read again) are set aside, not counted and not deleted.
     ``newest`` was just written and read back, so one good checkpoint stays whatever the others are like. Steps
-    beyond it belong to a continuation that was given up (or damaged); left there, they would be resumed from.
+    beyond it belong to a continuation that was given up; left there, they would be resumed from.
     """
+    for path in list_checkpoints(root):
+        if path != newest and (problem := find_damage(path, hashed=False)):
+            set_aside(path, problem)
     older = [path for path in list_checkpoints(root) if step_of(path) < step_of(newest)]
     stay = {newest, *older[: keep - 1]}
     if not _is_best(newest):
@@ -89,6 +99,22 @@ def prune(root: Path, newest: Path, keep: int) -> None:
 def best_first(root: Path) -> list[Path]:
     """Checkpoints that were the best when written, newest (so best) first."""
     return [path for path in list_checkpoints(root) if _is_best(path)]
+
+
+def set_aside(path: Path, problem: str) -> Path:
+    """Rename a damaged checkpoint, with a warning: whoever can repair it finds it under its new name."""
+    stem = f"{path.name.removeprefix(REPLACED)}{DAMAGED}"
+    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+    aside = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+    os.rename(path, aside)
+    sync(aside.parent)
+    log.warning("damaged checkpoint %s (%s) is now %s", path, problem, aside.name)
+    return aside
+
+
+def any_set_aside(root: Path) -> bool:
+    """Whether a damaged checkpoint has been set aside here."""
+    return any(root.glob(f"*{DAMAGED}*"))
 
 
 def delete(path: Path) -> None:

@@ -23,7 +23,7 @@ from csbp.checkpoint import ranks
 from csbp.checkpoint.card import render_card
 from csbp.checkpoint.files import sync, write_json, write_text
 from csbp.checkpoint.tensors import plain_name
-from csbp.errors import UserError
+from csbp.errors import UserError, writing
 
 if TYPE_CHECKING:
     from csbp.models.protocol import ModelAdapter
@@ -84,18 +84,22 @@ def write_model_files(model: nn.Module, adapter: ModelAdapter, tokenizer: Any, f
     """All of an export but weights and README: enough to build the model again around a checkpoint's weights.
 
     One process calls it. Returns what config.json holds.
+
+    Raises:
+        UserError: the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     weight = next(model.parameters())
     config = {**adapter.export_config(model, diffusion), **diffusion, FAMILY_KEY: adapter.family,
               "dtype": str(dtype or weight.dtype).removeprefix("torch.")}
     if step is not None:
         config[STEP_KEY] = step
-    write_json(folder / "config.json", config)
-    tokenizer.save_pretrained(folder)
     generation = getattr(model, "generation_config", None)
-    if generation is not None:
-        generation.save_pretrained(folder)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "config.json", config)
+        tokenizer.save_pretrained(folder)
+        if generation is not None:
+            generation.save_pretrained(folder)
     return config
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from csbp.errors import UserError
+from csbp.errors import UserError, refused_by_system
 
 Value = TypeVar("Value")
 
@@ -51,7 +51,7 @@ def together(task: str, function: Callable[[], Value], *, only_first: bool = Fal
         The results by rank; None for the ranks that had nothing to do.
 
     Raises:
-        UserError: on every rank, if any rank met an OSError.
+        UserError: on every rank, if any rank met one or was refused something by the system (a full disk).
         RuntimeError: on every rank, if any rank met another error (chained to it where it happened).
     """
     result: Value | None = None
@@ -61,7 +61,7 @@ def together(task: str, function: Callable[[], Value], *, only_first: bool = Fal
             result = function()
         except Exception as error:
             caught = error
-    known = isinstance(caught, (OSError, UserError))
+    known = caught is not None and (isinstance(caught, UserError) or refused_by_system(caught))
     mine = None if caught is None else (known, f"{type(caught).__name__}: {caught}" if not known else str(caught))
     answers = gather((result, mine))
     for number, (_, failure) in enumerate(answers):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
@@ -43,7 +45,7 @@ from csbp.checkpoint.tensors import (
     model_tensors,
     optimizer_tensors,
 )
-from csbp.errors import UserError
+from csbp.errors import UserError, refused_by_system
 
 log = logging.getLogger(__name__)
 
@@ -65,16 +67,17 @@ class CheckpointStore:
         self.run_dir, self.keep = Path(run_dir), keep
         self.root = self.run_dir / "checkpoints"
         self._sound: set[Path] = set()
-        self._warned: set[Path] = set()
+        self._damaged: dict[Path, str] = {}
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], *,
-             best: bool = False) -> Path:
+             best: bool = False, prune: bool = True) -> Path:
         """Write the checkpoint of ``step`` and delete those that need not stay. Every rank calls it.
 
         Args:
             step: optimizer steps done.
             state: JSON values to get back from ``load``; rank 0's are written. "step" is added.
             best: whether this is the best model so far.
+            prune: False leaves all older ones, because this one may be no good.
 
         Returns:
             The published folder.
@@ -100,7 +103,7 @@ class CheckpointStore:
             raise
         path = self.root / folder.step_name(step)
         self._sound.add(path)
-        if ranks.rank() == 0:
+        if prune and ranks.rank() == 0:
             self._prune(path)
         return path
 
@@ -109,8 +112,19 @@ class CheckpointStore:
         return self._first_sound(folder.list_checkpoints(self.root))
 
     def any(self) -> bool:
-        """Whether there is a checkpoint at all, sound or not."""
-        return bool(ranks.gather(folder.list_checkpoints(self.root))[0])
+        """Whether there is a checkpoint at all, sound, damaged or set aside."""
+        return ranks.gather(bool(folder.list_checkpoints(self.root)) or folder.any_set_aside(self.root))[0]
+
+    def set_aside_damaged(self) -> None:
+        """Rename the checkpoints that were passed over as damaged: the run goes on without them. Every rank calls
+        it."""
+        for path, problem in self._damaged.items():
+            if ranks.rank() == 0 and path.exists():
+                try:
+                    folder.set_aside(path, problem)
+                except OSError as error:
+                    log.warning("damaged checkpoint %s could not be renamed: %s", path, error)
+        self._damaged.clear()
 
     def best_valid(self) -> Path | None:
         """The undamaged checkpoint that was saved last with ``best=True``, None if there is none."""
@@ -145,9 +159,9 @@ class CheckpointStore:
             if problem is None:
                 self._sound.add(path)
                 return path
-            if path not in self._warned and ranks.rank() == 0:
+            if path not in self._damaged and ranks.rank() == 0:
                 log.warning("checkpoint %s is damaged and passed over: %s", path, problem)
-            self._warned.add(path)
+            self._damaged[path] = problem
         return None
 
     @staticmethod
@@ -189,6 +203,7 @@ def load_model(path: Path, model: nn.Module) -> dict[str, Any]:
 def _read(path: Path, model: nn.Module, optimizer: Optimizer | None, *, alone: bool) -> dict[str, Any]:
     """Read a verified checkpoint in place: the slices that this rank's shards need."""
     reader = HuggingFaceStorageReader(str(path))
+    reader.fs = _VisibleFiles()
     saved: dict[str, TensorStorageMetadata] = reader.read_metadata().state_dict_metadata  # type: ignore[assignment]
     tensors = model_tensors(model)
     check_model(tensors, saved)
@@ -202,6 +217,13 @@ def _read(path: Path, model: nn.Module, optimizer: Optimizer | None, *, alone: b
         install_optimizer_tensors(model, optimizer, moments)
     state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
     return state
+
+
+class _VisibleFiles(FileSystem):
+    """The reader takes every ``*.safetensors``; a hidden one (``._shard...``, ``.nfs...``) is the system's."""
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return [name for name in super().ls(path) if not os.path.basename(name).startswith(".")]
 
 
 @contextmanager
@@ -228,7 +250,7 @@ def _write_tensors(temporary: Path, tensors: dict[str, Tensor], task: str) -> No
             dcp.save(tensors, storage_writer=writer, no_dist=not ranks.initialised())
     except CheckpointException as error:  # raised on all ranks, whichever failed
         number, (cause, _) = next(iter(error.failures.items()))
-        kind = UserError if isinstance(cause, OSError) else RuntimeError
+        kind = UserError if refused_by_system(cause) else RuntimeError
         raise kind(f"could not {task} on rank {number}: {cause}") from error
 
 

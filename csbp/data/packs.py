@@ -113,9 +113,10 @@ class PackStream:
 
     @property
     def bytes_per_token(self) -> float:
-        """Mean UTF-8 bytes of text per supervised token: nats per token / ln 2 / this is bits per byte."""
+        """Mean UTF-8 bytes of text per supervised token: nats per token / ln 2 / this is bits per byte. 0.0 where the
+        supervised tokens stand for no text."""
         totals = self.totals
-        return totals.target_bytes / totals.supervised
+        return totals.target_bytes / max(totals.supervised, 1)
 
     def token_counts(self) -> np.ndarray:
         """int64 [V], how often each id is a target in the split (V: the tokenizer's ids, without a mask id)."""

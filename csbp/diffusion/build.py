@@ -63,6 +63,12 @@ def build_layout(pack: PackedBatch, objective: ObjectiveConfig, noise: NoiseConf
         terms=tuple(terms), supervised=int(learnt_T.sum()))
 
 
+def learnt_tokens(pack: PackedBatch, objective: ObjectiveConfig) -> int:
+    """Supervised tokens of a pack that the objective can learn: ``supervised`` of its layout, whatever the noise."""
+    shifted = objective.kind == "autoregressive" or objective.label_shift
+    return int(_learnt(pack, needs_predecessor=shifted).sum())
+
+
 @dataclass(frozen=True)
 class _Grid:
     """starts [C + 1] (then T), document [C], index [C] within the document."""

@@ -11,7 +11,7 @@ Legend: S rows of a pass, E rows with logits, V vocabulary, N hidden tokens of a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,11 +76,12 @@ class BlockSampler:
         if self._settings.label_shift:
             self._next_V = logits[0]
 
-    def denoise(self, block: Sequence[int]) -> list[int]:
+    def denoise(self, block: Sequence[int], before_each: Callable[[], None] = lambda: None) -> list[int]:
         """Fill the [MASK] tokens of the block that follows the text. The text does not change.
 
         Args:
             block: up to ``block_size`` tokens, of which those equal to ``mask_token_id`` are filled.
+            before_each: called before each pass; what it raises ends the filling.
 
         Raises:
             ValueError: the first token of a text is hidden and labels are shifted, so nothing predicts it.
@@ -92,6 +93,7 @@ class BlockSampler:
             raise ValueError("with label_shift no row predicts the first token of a text: give a prompt")
         passes = 0
         while len(hidden := np.flatnonzero(tokens == settings.mask_token_id)):
+            before_each()
             logits_NV = self._hidden_logits(tokens, hidden)
             found_N, probability_N = self._choose(logits_NV, hidden, passes)
             keep_N = probability_N >= settings.threshold
@@ -186,7 +188,7 @@ def generate(model: nn.Module, adapter: ModelAdapter, prompt_ids: Sequence[int],
 
 
 def fill_block(model: nn.Module, adapter: ModelAdapter, context: Sequence[int], noised: Sequence[int],
-               settings: SamplerSettings) -> list[int]:
+               settings: SamplerSettings, before_each: Callable[[], None] = lambda: None) -> list[int]:
     """One block of a known text, with its hidden tokens filled in by the model.
 
     Where the model is sharded, all its ranks must call this together; a threshold above 1 fixes the number
@@ -195,10 +197,11 @@ def fill_block(model: nn.Module, adapter: ModelAdapter, context: Sequence[int], 
     Args:
         context: the clean text before the block, whole blocks.
         noised: the block, hidden tokens replaced by ``settings.mask_token_id``; may be short.
+        before_each: as for ``BlockSampler.denoise``.
 
     Raises:
         ValueError: the first token of a text is hidden and labels are shifted.
     """
     sampler = BlockSampler(model, adapter, settings)
     sampler.append(context)
-    return sampler.denoise(noised)
+    return sampler.denoise(noised, before_each)

@@ -9,12 +9,15 @@ Step k is the k-th optimizer step; what is recorded at step 0 comes from the unt
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
+
+from csbp.errors import writing
 
 METRICS, EVALUATIONS, SAMPLES = "metrics.jsonl", "eval.jsonl", "samples.jsonl"
 
@@ -41,15 +44,20 @@ class MetricsWriter:
         run_dir: the run folder.
         resumed_at: None for a fresh run, which starts with empty files. Otherwise steps done by the
             checkpoint that the run goes on from: later records are dropped, since those steps come again.
+
+    Raises:
+        UserError: here and in every method that records: a file cannot be written.
     """
 
     def __init__(self, run_dir: Path, resumed_at: int | None = None) -> None:
-        run_dir.mkdir(parents=True, exist_ok=True)
         last = -1 if resumed_at is None else resumed_at
         self._files: dict[str, TextIO] = {}
         for name in (METRICS, EVALUATIONS, SAMPLES):
-            _keep_through(run_dir / name, last)
-            self._files[name] = (run_dir / name).open("a", encoding="utf-8", buffering=1)
+            path = run_dir / name
+            with writing(path):
+                run_dir.mkdir(parents=True, exist_ok=True)
+                _keep_through(path, last)
+                self._files[name] = path.open("a", encoding="utf-8", buffering=1)
 
     def step(self, step: int, record: Mapping[str, Any]) -> None:
         """Record an optimizer step. Numbers that are not finite are written as null, which JSON can hold."""
@@ -66,11 +74,13 @@ class MetricsWriter:
     def close(self) -> None:
         """Close the files; may be called again."""
         for file in self._files.values():
-            file.close()
+            with contextlib.suppress(OSError):  # of a line that could not be written, which was told then
+                file.close()
 
     def _append(self, name: str, step: int, record: Mapping[str, Any]) -> None:
         values = {"step": step, **{key: finite(value) for key, value in record.items()}}
-        self._files[name].write(json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n")
+        with writing(self._files[name].name):
+            self._files[name].write(json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def finite(value: Any) -> Any:

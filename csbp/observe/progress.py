@@ -27,7 +27,8 @@ class ProgressReporter:
         self.console = console or Console()
         self.mode = ("bar" if self.console.is_terminal else "lines") if mode == "auto" else mode
         self._steps, self._first, self._clock = steps, done, clock
-        self._started, self._last_line = clock(), -LINE_SECONDS
+        self._started, self._last_line, self._last_wait = clock(), -LINE_SECONDS, 0.0
+        self._text = ""
         self._timed = False
         self._bar: Progress | None = None
         if self.mode == "bar":
@@ -40,7 +41,7 @@ class ProgressReporter:
         """Show the state after step ``step``. Lines come at most every ``LINE_SECONDS``, but the last always does."""
         if not self._timed:  # what came before the first step (reading, a first evaluation) says nothing of the pace
             self._timed, self._first, self._started = True, step, self._clock()
-        text = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {self._left(step)}"
+        text = self._text = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {self._left(step)}".rstrip()
         if self._bar is not None:
             self._bar.update(self._task, completed=step, text=text)
         elif self.mode == "lines":
@@ -48,6 +49,19 @@ class ProgressReporter:
             if now - self._last_line >= LINE_SECONDS or step >= self._steps:
                 self._last_line = now
                 self._line(f"step {step}/{self._steps}  {text}")
+
+    def waiting(self, what: str, done: int, count: int) -> None:
+        """Show how far something between two steps is, from 0 to ``count``. As lines it is told only once it takes
+        ``LINE_SECONDS``."""
+        text, now = f"{what} {done}/{count}", self._clock()
+        if self._bar is not None:
+            self._bar.update(self._task, text=text if done < count else self._text)
+        elif self.mode == "lines":
+            if done == 0:
+                self._last_wait = now
+            elif done < count and now - self._last_wait >= LINE_SECONDS:
+                self._last_wait = now
+                self._line(text)
 
     def note(self, text: str) -> None:
         """Show a line beside the bar (an evaluation, a checkpoint); nothing when progress is off."""

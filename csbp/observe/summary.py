@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from csbp.errors import writing
 from csbp.observe.metrics import finite
 
 FILE = "summary.json"
@@ -20,12 +23,17 @@ BLOCK = (("context", "text before the block"), ("original", "original"), ("noise
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
-    """Write ``run_dir/summary.json``, whole or not at all. Numbers that are not finite become null."""
+    """Write ``run_dir/summary.json``, whole or not at all. Numbers that are not finite become null.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     path = run_dir / FILE
     temporary = path.with_name(f".{FILE}.tmp")
     text = json.dumps(finite(summary), indent=1, ensure_ascii=False, allow_nan=False)
-    temporary.write_text(text + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    with writing(path):
+        temporary.write_text(text + "\n", encoding="utf-8")
+        os.replace(temporary, path)
     return path
 
 
@@ -60,19 +68,21 @@ def print_report(summary: Mapping[str, Any], before: Mapping[str, str] | None = 
     """
     console = console or Console()
     diffusion = summary.get("objective", "block_diffusion") == "block_diffusion"
-    table = Table(title="Held-out loss, nats per supervised token, lower is better", title_justify="left")
+    console.print("\nHeld-out loss, nats per supervised token, lower is better", soft_wrap=True)
+    table = Table()
     table.add_column("model")
     table.add_column("loss", justify="right")
     table.add_column("")
     for name, value, verdict in comparisons(summary):
-        table.add_row(name, _number(value), verdict)
+        table.add_row(name, number(value), verdict)
     console.print(table)
-    more = Table(title="The same text and noise", title_justify="left")
+    console.print("\nThe same text and noise", soft_wrap=True)
+    more = Table()
     for heading in ("", "before", "after"):
         more.add_column(heading, justify="right" if heading else "left")
     names = ("bits per byte (upper bound)", "masked-token accuracy") if diffusion else ("bits per byte",
                                                                                         "next-token accuracy")
-    for name, key, show in zip(names, ("bits_per_byte", "masked_accuracy"), (_number, _percent), strict=True):
+    for name, key, show in zip(names, ("bits_per_byte", "masked_accuracy"), (number, percent), strict=True):
         more.add_row(name, show(summary.get(f"{key}_before")), show(summary.get(f"{key}_after")))
     console.print(more)
     if after is not None:
@@ -85,19 +95,26 @@ def print_report(summary: Mapping[str, Any], before: Mapping[str, str] | None = 
 
 
 def _print_block(console: Console, before: Mapping[str, str] | None, after: Mapping[str, str]) -> None:
-    console.print("One held-out block:", markup=False)
+    console.print("\nOne held-out block", markup=False)
     parts = [(title, after.get(key)) for key, title in BLOCK]
     parts += [("filled before training", before.get("filled") if before else None),
               ("filled after training", after.get("filled"))]
     for title, text in parts:
         if text is not None:
             # Text, not a string: model output may hold what rich would take for markup.
-            console.print(Panel(Text(text), title=title, title_align="left", expand=False))
+            console.print(Panel(Text(_visible(text)), title=title, title_align="left", expand=False))
 
 
-def _number(value: float | None) -> str:
-    return "not recorded" if value is None else f"{value:.4f}"
+def _visible(text: str) -> str:
+    """Without control characters, each in place as U+FFFD: a model may write what moves a cursor."""
+    return "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
 
 
-def _percent(value: float | None) -> str:
-    return "not recorded" if value is None else f"{100 * value:.2f}%"
+def number(value: float | None, digits: int = 4) -> str:
+    """A number as shown to people; - for one that there is not."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def percent(value: float | None, digits: int = 2) -> str:
+    """A share as shown to people; - for one that there is not."""
+    return "-" if value is None or not math.isfinite(value) else f"{100 * value:.{digits}f}%"

@@ -15,11 +15,13 @@ from csbp.checkpoint.card import run_facts
 from csbp.checkpoint.huggingface import export_model, write_model_files
 from csbp.checkpoint.reading import EXPORT, MODEL_FILES
 from csbp.config.schema import RunConfig
+from csbp.observe.summary import write_summary
 from csbp.parallel.runtime import Runtime
 from csbp.train.evaluate import held_out_packs, unigram_loss
+from csbp.train.progress import Progress, resume
 from csbp.train.recorder import Recorder
 from csbp.train.session import Session, open_session
-from csbp.train.trainer import Progress, Trainer, resume
+from csbp.train.trainer import Trainer
 
 STOPPED_EARLY = 1
 
@@ -42,12 +44,16 @@ def run_training(config: RunConfig, runtime: Runtime) -> int:
     try:
         trainer = Trainer(session, held_out, recorder, progress)
         if not trainer.train():
-            recorder.note(f"stopped at step {trainer.progress.step}; everything is saved")
+            saved = "everything is saved" if trainer.progress.step else "there is nothing to save yet"
+            recorder.note(f"stopped at step {trainer.progress.step}; {saved}")
             return STOPPED_EARLY
+        # The numbers first: an export may fail, and can be made again from the checkpoint.
         summary = summarise(session, trainer.progress, unigram)
+        runtime.on_main(lambda: write_summary(runtime.run_dir, summary))
         if config.checkpoint.export:
             summary["export_dir"] = str(export(session, summary))
-        recorder.finish(summary, trainer.progress.sample_before, trainer.sample())
+            runtime.on_main(lambda: write_summary(runtime.run_dir, summary))
+        recorder.finish(summary, trainer.progress.sample_before, trainer.sample_after)
     finally:
         recorder.close()
     return 0

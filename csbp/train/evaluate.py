@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from csbp.data.batch import PackedBatch
-from csbp.diffusion.build import build_layout
 from csbp.diffusion.sampler import SamplerSettings, fill_block
 from csbp.parallel.fsdp import reshard
 from csbp.train.session import Session
@@ -20,7 +21,8 @@ ONE_AT_A_TIME = 2.0
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out numbers: nats per supervised token, bits per UTF-8 byte, share of hidden tokens guessed right."""
+    """Held-out numbers: nats per supervised token, bits per UTF-8 byte (NaN where the supervised tokens stand for no
+    text), share of hidden tokens guessed right (NaN where none was hidden)."""
 
     loss: float
     bits_per_byte: float
@@ -41,14 +43,31 @@ def held_out_packs(session: Session) -> list[PackedBatch]:
     return session.held_out.head(session.config.train.eval_packs)
 
 
-def evaluate(session: Session, packs: list[PackedBatch]) -> Evaluation:
-    """Loss over the packs with noise that depends on train.eval_seed alone. Collective."""
+def evaluate(session: Session, packs: list[PackedBatch],
+             before_each: Callable[[int, int], None] = lambda done, count: None) -> Evaluation:
+    """Loss over the packs with noise that depends on train.eval_seed alone. Collective.
+
+    Args:
+        packs: of ``held_out_packs``.
+        before_each: called before each micro-batch with how many are done and how many there are; what it raises, it
+            raises on every rank.
+    """
+    with _evaluating(session):
+        works = session.runner.prepare(packs, session.evaluation, step=0)
+        result = session.runner.run(works, train=False, before_each=lambda done: before_each(done, len(works)))
+    size = session.held_out.bytes_per_token
+    return Evaluation(result.loss, result.loss / math.log(2) / size if size else math.nan, result.accuracy)
+
+
+@contextmanager
+def _evaluating(session: Session) -> Iterator[None]:
+    """The model in evaluation mode, and its weights in shards again afterwards, however it ends."""
     session.model.eval()
-    works = session.runner.prepare(packs, session.evaluation, step=0)
-    result = session.runner.run(works, train=False)
-    session.model.train()
-    bits = result.loss / math.log(2) / session.held_out.bytes_per_token
-    return Evaluation(result.loss, bits, result.accuracy)
+    try:
+        yield
+    finally:
+        session.model.train()
+        reshard(session.model)
 
 
 def unigram_loss(session: Session, packs: list[PackedBatch]) -> float:
@@ -63,8 +82,7 @@ def pick_block(session: Session, packs: list[PackedBatch]) -> HeldOutBlock | Non
     """A block with enough context and about half of its tokens hidden; None if no block is hidden at all."""
     noising, best = session.evaluation, None
     for pack in packs:
-        layout = build_layout(pack, noising.objective, noising.noise, mask_token_id=noising.mask_token_id,
-                              seed=noising.seed, step=0)
+        layout = noising.layout(pack, step=0)
         geometry = layout.geometry
         for block in range(geometry.num_blocks):
             first, end = geometry.block_starts[block:block + 2]
@@ -80,16 +98,13 @@ def pick_block(session: Session, packs: list[PackedBatch]) -> HeldOutBlock | Non
     return best[1] if best else None
 
 
-def fill(session: Session, block: HeldOutBlock) -> list[int]:
-    """The block's hidden tokens as the model guesses them, one a pass. Collective."""
+def fill(session: Session, block: HeldOutBlock, before_each: Callable[[], None] = lambda: None) -> list[int]:
+    """The block's hidden tokens as the model guesses them, one a pass, each after ``before_each``. Collective."""
     noising = session.training
     settings = SamplerSettings(noising.objective.block_size, noising.mask_token_id, noising.objective.clean_stream,
                                noising.objective.label_shift, threshold=ONE_AT_A_TIME)
-    session.model.eval()
-    filled = fill_block(session.model, session.adapter, block.context, block.noised, settings)
-    session.model.train()
-    reshard(session.model)
-    return filled
+    with _evaluating(session):
+        return fill_block(session.model, session.adapter, block.context, block.noised, settings, before_each)
 
 
 def show(session: Session, block: HeldOutBlock, filled: list[int]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,11 +14,13 @@ from csbp.config.schema import RunConfig
 from csbp.observe.curve import plot_losses
 from csbp.observe.metrics import MetricsWriter
 from csbp.observe.progress import ProgressReporter
-from csbp.observe.summary import print_report, write_summary
+from csbp.observe.summary import number, percent, print_report
 from csbp.observe.throughput import ThroughputMeter
 from csbp.observe.trackers import Trackers
 from csbp.train.evaluate import Evaluation
 from csbp.train.step import StepResult
+
+log = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -68,21 +71,26 @@ class Recorder:
         if not result.updated:
             self.note(f"step {step}: loss or gradient is not finite; no weights were changed")
 
+    def evaluating(self, done: int, count: int) -> None:
+        """Show how far an evaluation is: ``done`` of ``count`` micro-batches."""
+        if self.main:
+            self.progress.waiting("evaluating", done, count)
+
     def evaluation(self, step: int, found: Evaluation) -> None:
         """Record a held-out evaluation after ``step`` steps."""
         if self.main:
             values = dataclasses.asdict(found)
             self.writer.evaluation(step, values)
             self.trackers.log({f"held_out_{k}": v for k, v in values.items() if math.isfinite(v)}, step)
-            self.note(f"step {step}: held-out loss {found.loss:.4f} nats per token, {found.bits_per_byte:.3f} bits per "
-                      f"byte, accuracy {100 * found.masked_accuracy:.1f}%")
+            self.note(f"step {step}: held-out loss {number(found.loss)} nats per token, "
+                      f"{number(found.bits_per_byte, 3)} bits per byte, accuracy {percent(found.masked_accuracy, 1)}")
 
     def sample(self, step: int, shown: Mapping[str, Any]) -> None:
         """Record a held-out block as filled in after ``step`` steps."""
         if self.main:
             self.writer.sample(step, shown)
             self.trackers.log({"sample": f"{shown['noised']!r} -> {shown['filled']!r}"}, step)
-            self.note(f"step {step}: {shown['noised']!r} -> {shown['filled']!r}")
+            self.note(f"step {step}: {shown['noised']!r} filled in: {shown['filled']!r}")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -96,13 +104,15 @@ class Recorder:
 
     def finish(self, summary: Mapping[str, Any], before: Mapping[str, Any] | None,
                after: Mapping[str, Any] | None) -> None:
-        """Write summary.json and the loss curve, and print the report."""
+        """Draw the loss curve and print the report. A picture that cannot be drawn is told, and costs nothing else."""
         if not self.main:
             return
-        write_summary(self.run_dir, summary)
         if self.config.observe.plot:
             references = {"unigram": summary["eval_loss_unigram"], "random start": summary["eval_loss_random_start"]}
-            plot_losses(self.run_dir, references, title=self.config.experiment)
+            try:
+                plot_losses(self.run_dir, references, title=self.config.experiment)
+            except Exception as error:  # a full disk, a broken font, whatever the drawing library meets
+                log.warning("%s could not be drawn: %s", self.run_dir / "loss.png", error)
         self.progress.close()
         if self.config.observe.progress != "off":
             print_report(summary, before, after, console=self.progress.console)

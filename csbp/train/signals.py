@@ -1,9 +1,13 @@
-"""SIGTERM and SIGINT ask for a stop; the loop saves at the end of its step and leaves."""
+"""SIGTERM and SIGINT ask for a stop; the ranks agree on it after a step or between two packs of an evaluation."""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType
+
+
+class StopAsked(Exception):
+    """Raised on every rank at the same place, once any of them has been asked to stop."""
 
 
 class StopRequest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,6 @@ from csbp.diffusion.layout import StreamLayout
 from csbp.diffusion.loss import denominator, term_sums
 from csbp.models.protocol import LocalBatch, ModelAdapter
 from csbp.observe.accounting import model_flops
-from csbp.parallel.fsdp import reshard
 from csbp.parallel.gradients import clip, global_norm
 from csbp.parallel.runtime import Runtime
 from csbp.plan.counts import attended_pairs
@@ -35,6 +34,11 @@ class Noising:
     noise: NoiseConfig
     mask_token_id: int
     seed: int
+
+    def layout(self, pack: PackedBatch, step: int) -> StreamLayout:
+        """The streams of a pack at an optimizer step."""
+        return build_layout(pack, self.objective, self.noise, mask_token_id=self.mask_token_id, seed=self.seed,
+                            step=step)
 
 
 @dataclass(frozen=True)
@@ -96,8 +100,7 @@ class StepRunner:
         mine += [empty_batch()] * (rounds - len(mine))
         works = []
         for pack in mine:
-            layout = build_layout(pack, noising.objective, noising.noise, mask_token_id=noising.mask_token_id,
-                                  seed=noising.seed, step=step)
+            layout = noising.layout(pack, step)
             plan = plan_rank(layout.geometry, kinds, runtime.csbp, runtime.csbp_rank, scheme=runtime.scheme,
                              exchange=runtime.exchange)
             works.append(Work(layout, scatter(layout, plan.rows, runtime.device),
@@ -117,14 +120,19 @@ class StepRunner:
         *totals, tokens, supervised, stops = self.runtime.total([*local, float(stop)])
         return dict(zip(names, totals, strict=True)), int(tokens), int(supervised), stops > 0
 
-    def run(self, works: Sequence[Work], *, train: bool, stop: bool = False) -> StepResult:
-        """Losses of the packs; with ``train`` also gradients, summed over ranks and micro-batches."""
+    def run(self, works: Sequence[Work], *, train: bool, stop: bool = False,
+            before_each: Callable[[int], None] = lambda done: None) -> StepResult:
+        """Losses of the packs; with ``train`` also gradients, summed over ranks and micro-batches.
+
+        ``before_each`` is called with the number of micro-batches done; what it raises, it raises on every rank.
+        """
         counts, tokens, supervised, stopping = self.counts(works, stop)
         transport = self.runtime.transport
         sent, waited = sum(transport.sent_bytes.values()), transport.waited_seconds
         sums = dict.fromkeys(counts, 0.0)
         correct = hidden = 0.0
-        for work in works:
+        for done, work in enumerate(works):
+            before_each(done)
             with torch.set_grad_enabled(train):
                 found = term_sums(self.adapter.forward(self.model, work.batch, work.plan), work.batch)
                 parts: list[Tensor] = []
@@ -138,8 +146,6 @@ class StepRunner:
                 if name == works[0].layout.terms[0].name:
                     correct += float(term_sum.correct)
                     hidden += float(term_sum.hidden)
-        if not train:
-            reshard(self.model)
         sent, waited = sum(transport.sent_bytes.values()) - sent, transport.waited_seconds - waited
         *totals, correct, hidden, flops, sent_all, waited_all = self.runtime.total(
             [*sums.values(), correct, hidden, self._flops(works), float(sent), waited])

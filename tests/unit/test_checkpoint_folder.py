@@ -187,3 +187,37 @@ def test_json_is_replaced_whole_and_floats_come_back_exactly(tmp_path, monkeypat
     with pytest.raises(Killed):
         write_json(path, {"loss": 1})
     assert json.loads(path.read_text())["loss"] == 0.1 + 0.2
+
+
+def test_hidden_files_of_the_system_are_no_damage(tmp_path):
+    path = write(tmp_path, 7)
+    for name in (".DS_Store", ".nfs0001", "._shard-00001.safetensors"):
+        (path / name).write_bytes(b"not ours")
+    assert find_damage(path) is None
+
+
+def test_saving_sets_damaged_ones_aside_and_does_not_count_them(tmp_path, caplog):
+    for step in (10, 20, 30, 40):
+        write(tmp_path, step)
+    (tmp_path / "step-00000030" / "state.json").write_text("torn")
+    (tmp_path / "step-00000040" / MANIFEST).unlink()  # later than the one from which the run goes on
+    (tmp_path / "step-00000040.damaged").mkdir()
+    folder.prune(tmp_path, write(tmp_path, 35), keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "step-00000020", "step-00000030.damaged", "step-00000035", "step-00000040.damaged", "step-00000040.damaged-2"]
+    assert (tmp_path / "step-00000030.damaged" / "state.json").read_text() == "torn"
+    assert caplog.text.count("damaged checkpoint") == 2 and "state.json: 4 bytes where 30" in caplog.text
+    assert steps(tmp_path) == [35, 20] and folder.any_set_aside(tmp_path)
+    folder.prune(tmp_path, write(tmp_path, 50), keep=1)
+    assert sorted(p.name for p in tmp_path.iterdir())[2:] == ["step-00000040.damaged-2", "step-00000050"]
+
+
+def test_leftovers_that_cannot_be_deleted_yet_do_not_stop_a_save(tmp_path, monkeypatch):
+    (tmp_path / ".deleted-step-00000001" / ".nfs01").mkdir(parents=True)
+
+    def busy(path, ignore_errors=False, **_):
+        if not ignore_errors:
+            raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    assert find_damage(write(tmp_path, 2)) is None

@@ -301,3 +301,38 @@ def test_nothing_on_disk_is_pickled(tmp_path):
         raw = file.read_bytes()
         header = raw[8:8 + int.from_bytes(raw[:8], "little")] if file.suffix == ".safetensors" else raw
         json.loads(header)
+
+
+def test_hidden_files_of_the_system_are_not_read(tmp_path):
+    model, optimizer = start()
+    train(model, optimizer, 0, 1)
+    path = CheckpointStore(tmp_path).save(1, model, optimizer, {})
+    (path / "._shard-00001-model-00001-of-00002.safetensors").write_bytes(b"not ours")
+    other, fresh = start(seed=1)
+    assert CheckpointStore(tmp_path).load(path, other, fresh) == {"step": 1}
+    assert same(contents(other, fresh), contents(model, optimizer))
+
+
+def test_what_was_passed_over_is_set_aside_when_asked_and_still_known(tmp_path, caplog):
+    model, optimizer = start()
+    saved = CheckpointStore(tmp_path, 3)
+    paths = [saved.save(step, model, optimizer, {}) for step in (1, 2)]
+    shard = next(paths[1].glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    reader = CheckpointStore(tmp_path, 3)
+    assert reader.newest_valid() == paths[0] and paths[1].exists()
+    reader.set_aside_damaged()
+    reader.set_aside_damaged()
+    assert sorted(p.name for p in reader.root.iterdir()) == ["step-00000001", "step-00000002.damaged"]
+    assert caplog.text.count("step-00000002.damaged") == 1
+    folder.delete(paths[0])
+    assert reader.any() and CheckpointStore(tmp_path).newest_valid() is None
+
+
+def test_a_doubtful_one_takes_no_other_away(tmp_path):
+    model, optimizer = start()
+    saved = CheckpointStore(tmp_path, 1)
+    paths = [saved.save(step, model, optimizer, {}, prune=step != 2) for step in (1, 2)]
+    assert all(path.exists() for path in paths)
+    newest = saved.save(3, model, optimizer, {})
+    assert [p for p in saved.root.iterdir()] == [newest]

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from csbp.errors import UserError, writing
 from csbp.observe import progress
 from csbp.observe.curve import plot_losses, smooth
-from csbp.observe.metrics import MetricsWriter, read_records
+from csbp.observe.metrics import EVALUATIONS, METRICS, SAMPLES, MetricsWriter, read_records
 from csbp.observe.progress import ProgressReporter
 from csbp.observe.summary import comparisons, print_report, write_summary
 from csbp.observe.throughput import ThroughputMeter
@@ -98,7 +99,7 @@ def test_lines_are_plain_rare_and_end_with_the_last():
     reporter.note("[saved]")
     reporter.close()
     lines = out.getvalue().splitlines()
-    assert lines[0] == "step 21/100  loss 2.0000  1,234 tokens/s  "  # one step says nothing of the pace
+    assert lines[0] == "step 21/100  loss 2.0000  1,234 tokens/s"  # one step says nothing of the pace
     assert lines[1].startswith("step 31/100") and lines[1].endswith("1:09 left")
     assert lines[-2] == "step 100/100  loss 2.0000  1,234 tokens/s  done" and lines[-1] == "[saved]"
     assert len(lines) == 10 and "\x1b" not in out.getvalue()
@@ -119,6 +120,29 @@ def test_a_bar_on_a_terminal_and_nothing_when_off():
     reporter.close()
     assert out.getvalue() == ""
     assert progress.LINE_SECONDS > 1
+
+
+def test_a_long_evaluation_is_told_and_a_short_one_is_not():
+    reporter, out, clock = shown("lines")
+    for seconds in (1, 4):
+        for done in range(8):
+            reporter.waiting("evaluating", done, 8)
+            clock.now += seconds
+        reporter.waiting("evaluating", 8, 8)
+    assert out.getvalue().splitlines() == ["evaluating 3/8", "evaluating 6/8"]
+    reporter.update(21, 2.0, 1234.5)
+    assert out.getvalue().splitlines()[2].startswith("step 21/100")  # a step's line does not wait for it
+
+
+def test_the_bar_shows_an_evaluation_and_then_the_step_again():
+    reporter, out, _ = shown("bar", terminal=True)
+    reporter.update(30, 1.5, 10.0)
+    reporter.waiting("evaluating", 3, 8)
+    reporter._bar.refresh()
+    assert out.getvalue().splitlines()[-1].endswith("evaluating 3/8")
+    reporter.waiting("evaluating", 8, 8)
+    reporter.close()
+    assert "loss 1.5000" in out.getvalue().rsplit("evaluating", 1)[1]
 
 
 def test_running_mean():
@@ -173,6 +197,45 @@ def test_report_shows_numbers_and_texts_as_they_are():
                  "Seconds of training: 12"):
         assert part in text, part
     assert text.index("q q") < text.index("[/x] b")
+
+
+def test_a_number_that_there_is_not_is_a_dash():
+    missing = {"bits_per_byte_before": None, "bits_per_byte_after": None, "masked_accuracy_after": math.nan}
+    text = report({**SUMMARY, **missing})
+    row = next(line for line in text.splitlines() if "bits per byte" in line)
+    assert row.split("│")[2:4] == ["      - ", "     - "] and "not recorded" not in text and "nan" not in text
+
+
+def test_headings_stay_on_one_line_and_control_characters_do_nothing():
+    block = {"context": "a", "original": "b\n\tc", "noised": "▒", "filled": "\x1b[2J\x18\x9b1A"}
+    text = report(SUMMARY, None, block)
+    assert "Held-out loss, nats per supervised token, lower is better\n" in text
+    assert not {"\x1b", "\x18", "\x9b"} & set(text) and "�[2J��1A" in text
+
+
+@pytest.mark.parametrize("name", [METRICS, EVALUATIONS, SAMPLES])
+def test_a_full_disk_is_named_and_closing_does_not_hide_it(tmp_path, name):
+    writer = MetricsWriter(tmp_path)
+    writer._files[name].close()
+    writer._files[name] = open("/dev/full", "a", buffering=1)
+    write = {METRICS: writer.step, EVALUATIONS: writer.evaluation, SAMPLES: writer.sample}[name]
+    with pytest.raises(UserError, match="/dev/full: cannot be written: No space left on device"):
+        write(1, {"loss": 1.0})
+    writer.close()
+
+
+def test_records_that_cannot_be_opened_are_named(tmp_path):
+    (tmp_path / "eval.jsonl").mkdir()
+    with pytest.raises(UserError, match=f"{tmp_path / 'eval.jsonl'}: cannot be written"):
+        MetricsWriter(tmp_path)
+
+
+def test_a_refusal_told_by_a_library_in_rust_counts():
+    with pytest.raises(UserError, match=r"model: cannot be written: No space left on device \(os error 28\)"):
+        with writing("model"):
+            raise Exception("No space left on device (os error 28)")
+    with pytest.raises(KeyError), writing("model"):
+        raise KeyError("a mistake of ours")
 
 
 def test_report_of_an_autoregressive_run_has_no_block():

@@ -30,8 +30,9 @@ Path("done").touch()
 
 def work(folder: Path, redirect: str, **env: str) -> subprocess.CompletedProcess[str]:
     (folder / "work.py").write_text(WORK, encoding="utf-8")
-    return subprocess.run(["bash", "-c", f"set -o pipefail; {sys.executable} work.py {redirect}"], cwd=folder, text=True,
-                          capture_output=True, env={**os.environ, **env}, check=False)
+    command = f"set -o pipefail; {sys.executable} work.py {redirect}"
+    return subprocess.run(["bash", "-c", command], cwd=folder, text=True, capture_output=True,
+                          env={**os.environ, **env}, check=False)
 
 
 @pytest.mark.parametrize("redirect", ["| true", "2>&1 | true", ">&-", "2>&-", ">&- 2>&- <&-", "> /dev/full",
