@@ -7,6 +7,7 @@ import math
 from csbp.config.schema import DataConfig, SourceConfig
 from csbp.errors import ConfigError
 
+STDLIB = "@stdlib"  # as a path: this Python's standard library
 # Our column names, by format; the first are required, the rest are read where they exist.
 REQUIRED = {"text": ("text",), "messages": ("messages",), "sharegpt": ("conversations",),
             "prompt_completion": ("prompt", "completion")}
@@ -52,6 +53,19 @@ def check_weights(sources: list[tuple[str, SourceConfig]]) -> None:
                                                                 "finite, e.g. weight=1")
 
 
+def _check_source(source: SourceConfig, field: str) -> None:
+    if not source.path:
+        raise ConfigError(f"{field}.path", "", "name a file, a folder, a glob or a dataset")
+    if source.kind == "text" and source.format != "text":
+        raise ConfigError(f"{field}.format", source.format, "kind=text reads whole files; use format=text, or "
+                                                            "kind=jsonl, parquet or dataset")
+    if source.path == STDLIB and source.kind != "text":
+        raise ConfigError(f"{field}.kind", source.kind, f"{STDLIB} is a folder of text files; use kind=text")
+    column_names(source, field)
+    if source.streaming and source.kind != "dataset":
+        raise ConfigError(f"{field}.streaming", True, f"only kind=dataset streams, not kind={source.kind}")
+
+
 def check_sources(config: DataConfig) -> None:
     """Refuses settings that cannot go together, without reading anything.
 
@@ -66,8 +80,7 @@ def check_sources(config: DataConfig) -> None:
     for group in ("train", "validation"):
         check_weights(named_sources(config, group))
     for field, source in named_sources(config, "train") + named_sources(config, "validation"):
-        if source.streaming and source.kind != "dataset":
-            raise ConfigError(f"{field}.streaming", True, f"only kind=dataset streams, not kind={source.kind}")
+        _check_source(source, field)
         if source.streaming and not config.validation and config.validation_fraction > 0:
             raise ConfigError("data.validation_fraction", config.validation_fraction,
                               f"{field} is streamed, so nothing can be split off it; give data.validation, or 0")

@@ -15,10 +15,10 @@ from pathlib import Path
 from fsspec.utils import glob_translate
 
 from csbp.config.schema import SourceConfig
+from csbp.config.sources import STDLIB
 from csbp.data.skips import Skips
 from csbp.errors import ConfigError
 
-STDLIB = "@stdlib"
 LINK, SPECIAL = "a link to nothing", "a pipe, a socket or a device"
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}  # of that folder, but not of Python
 _SUFFIXES = {"jsonl": (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz"), "parquet": (".parquet",)}
@@ -70,8 +70,6 @@ def list_files(source: SourceConfig, field: str, skips: Skips | None = None) -> 
     Raises:
         ConfigError: nothing is there, nothing is left after include and exclude, or something cannot be read.
     """
-    if not source.path:
-        raise ConfigError(f"{field}.path", source.path, "name a file, a folder or a glob")
     folder, found = _candidates(source, field)
     include, exclude = (_patterns(getattr(source, key), f"{field}.{key}") for key in ("include", "exclude"))
     files = []

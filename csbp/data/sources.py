@@ -20,18 +20,15 @@ def read_source(source: SourceConfig, field: str, skips: Skips) -> Iterator[Reco
     """Every document of a source.
 
     Args:
-        source: what to read.
+        source: what to read; ``config.sources.check_sources`` has seen it.
         field: dotted name, e.g. ``data.sources.0``, for messages.
         skips: counts what is left out: what is no text in a folder of texts, rows that are no Unicode.
 
     Raises:
-        ConfigError: nothing there, a missing column, a format that the kind cannot hold, a file that cannot be read
-            or breaks its own format, by file and line.
+        ConfigError: nothing there, a missing column, a file that cannot be read or breaks its own format, by file and
+            line.
     """
     if source.kind == "text":
-        if source.format != "text":
-            raise ConfigError(f"{field}.format", source.format, "kind=text reads whole files; use format=text or "
-                              "another kind")
         return _read_text(source, field, skips)
     return (_read_dataset if source.kind == "dataset" else read_tables)(source, field, skips)
 
@@ -84,8 +81,6 @@ def _open_dataset(source: SourceConfig, field: str) -> Any:
     """
     import datasets
 
-    if not source.path:
-        raise ConfigError(f"{field}.path", source.path, "name a dataset or its folder")
     local = local_path(source)
     try:
         if any((local / name).is_file() for name in _SAVED_DATASET):

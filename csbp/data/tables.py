@@ -9,10 +9,10 @@ from typing import Any
 
 from csbp.config.schema import SourceConfig
 from csbp.config.sources import column_names
-from csbp.data.files import STDLIB, SourceFile, list_files, unreadable
+from csbp.data.files import SourceFile, list_files, unreadable
 from csbp.data.records import Record, check_columns, record_from_row
 from csbp.data.skips import SkipRecord, Skips
-from csbp.errors import ConfigError, UserError
+from csbp.errors import UserError
 
 
 def read_tables(source: SourceConfig, field: str, skips: Skips) -> Iterator[Record]:
@@ -21,8 +21,6 @@ def read_tables(source: SourceConfig, field: str, skips: Skips) -> Iterator[Reco
     Raises:
         ConfigError: nothing there, a missing column, a file that breaks its own format, by file and line or row.
     """
-    if source.path == STDLIB:
-        raise ConfigError(f"{field}.kind", source.kind, f"{STDLIB} is a folder of text files; use kind=text")
     reader, unit = (_read_jsonl, "line") if source.kind == "jsonl" else (_read_parquet, "row")
     for file in list_files(source, field):
         yield from rows_to_records(reader(file, source, field), source, field, skips, file.name, file.path, unit)

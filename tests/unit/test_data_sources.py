@@ -11,7 +11,8 @@ import datasets
 import pytest
 from data_kit import write_lines, write_rows
 
-from csbp.config.schema import SourceConfig
+from csbp.config.schema import DataConfig, SourceConfig
+from csbp.config.sources import check_sources
 from csbp.data.files import list_files
 from csbp.data.records import Record
 from csbp.data.skips import Skips
@@ -70,16 +71,26 @@ def test_the_standard_library_leaves_out_what_is_not_its_own() -> None:
 
 @pytest.mark.parametrize(("settings", "message"), [
     ({"path": "/no/such/place"}, r"data.sources.0.path.*there is no /no/such/place"),
-    ({"path": ""}, "name a file"),
     ({"path": "FOLDER", "include": ["*.rs"]}, r"6 files are there, but include=\['\*.rs'\].*leave none"),
     ({"path": "FOLDER", "include": ["**.py"]}, r"data.sources.0.include.*not a glob"),
-    ({"path": "FOLDER", "format": "messages"}, r"data.sources.0.format.*kind=text reads whole files"),
-    ({"path": "FOLDER", "kind": "jsonl"}, r"data.sources.0.path.*empty folder"),
-    ({"path": "@stdlib", "kind": "jsonl"}, r"data.sources.0.kind.*use kind=text")])
+    ({"path": "FOLDER", "kind": "jsonl"}, r"data.sources.0.path.*empty folder")])
 def test_nothing_there_is_an_error_that_names_the_field(folder: Path, settings: dict[str, Any], message: str) -> None:
     settings["path"] = settings["path"].replace("FOLDER", str(folder))
     with pytest.raises(ConfigError, match=message):
         read(**settings)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"path": ""}, r"data.sources.0.path.*name a file"),
+    ({"path": "x", "format": "messages"}, r"data.sources.0.format.*kind=text reads whole files"),
+    ({"path": "x", "streaming": True}, r"data.sources.0.streaming.*only kind=dataset streams"),
+    ({"path": "x", "columns": {"txt": "text"}}, r"data.sources.0.columns.*has no column 'txt'"),
+    ({"path": "@stdlib", "kind": "jsonl"}, r"data.sources.0.kind.*use kind=text")])
+@pytest.mark.parametrize("group", ["sources", "validation"])
+def test_sources_that_cannot_be(group: str, settings: dict[str, Any], message: str) -> None:
+    sources = {"sources": [SourceConfig(path="x")], group: [SourceConfig(**settings)]}
+    with pytest.raises(ConfigError, match=message.replace("sources", group)):
+        check_sources(DataConfig(**sources))
 
 
 FORMATS = [("text", {"text": "abc"}, Record("NAME", text="abc")),
