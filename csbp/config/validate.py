@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Iterator
 from glob import has_magic
@@ -17,13 +18,12 @@ from typing import Any
 
 from csbp.config.fields import Field, fields_of, nearest_name
 from csbp.config.places import builtin_models, families, planned_families, recipes
-from csbp.config.schema import GenerateConfig, RunConfig, SourceConfig
-from csbp.config.sources import check_sources, column_names, named_sources
+from csbp.config.schema import GenerateConfig, RunConfig
+from csbp.config.sources import STDLIB, check_sources, named_sources
 from csbp.errors import ConfigError
 
 TRACKERS = ("wandb", "tensorboard", "trackio")
 _BUILTIN = "builtin:"
-_STDLIB = "@stdlib"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -177,30 +177,14 @@ def _check_objective(config: RunConfig) -> None:
 
 def _check_data(config: RunConfig) -> None:
     data = config.data
-    for group in ("train", "validation"):
-        for field, source in named_sources(data, group):
-            _check_source(source, field)
-            column_names(source, field)
     check_sources(data)
-    weights = [source.weight for source in data.sources]
-    if None in weights and any(weight is not None for weight in weights):
-        raise ConfigError(f"data.sources.{weights.index(None)}.weight", None,
-                          "give every source a weight, or none of them")
+    for field, source in named_sources(data, "train") + named_sources(data, "validation"):
+        # A link to nothing is there: its reader says so.
+        elsewhere = source.path == STDLIB or source.kind == "dataset" or has_magic(source.path)
+        if not elsewhere and not os.path.lexists(os.path.expanduser(source.path)):
+            raise ConfigError(f"{field}.path", source.path, "no such file or folder")
     if not data.validation and data.validation_fraction == 0:
         raise ConfigError("data.validation_fraction", 0.0, "nothing is held out; raise it or give data.validation")
-
-
-def _check_source(source: SourceConfig, field: str) -> None:
-    if not source.path:
-        raise ConfigError(f"{field}.path", "", "name a file, a folder, a glob or a dataset")
-    if source.kind == "text" and source.format != "text":
-        raise ConfigError(f"{field}.format", source.format, "kind=text reads whole files; use format=text, or "
-                                                            "kind=jsonl, parquet or dataset")
-    if source.path == _STDLIB:
-        if source.kind != "text":
-            raise ConfigError(f"{field}.kind", source.kind, f"{_STDLIB} is a folder of text files; use kind=text")
-    elif source.kind != "dataset" and not has_magic(source.path) and not Path(source.path).expanduser().exists():
-        raise ConfigError(f"{field}.path", source.path, "no such file or folder")
 
 
 def _check_numbers(config: RunConfig) -> None:
