@@ -183,6 +183,10 @@ def _check_data(config: RunConfig) -> None:
         elsewhere = source.path == STDLIB or source.kind == "dataset" or has_magic(source.path)
         if not elsewhere and not os.path.lexists(os.path.expanduser(source.path)):
             raise ConfigError(f"{field}.path", source.path, "no such file or folder")
+    longest = "document_tokens" if data.document_tokens else "seq_len"
+    if getattr(data, longest) == 1 and (config.objective.kind == "autoregressive" or config.objective.label_shift):
+        raise ConfigError(f"data.{longest}", 1, "a document of one token has none before it to predict it from; at "
+                                                "least 2, and more to learn anything")
     if not data.validation and data.validation_fraction == 0:
         raise ConfigError("data.validation_fraction", 0.0, "nothing is held out; raise it or give data.validation")
 
