@@ -67,7 +67,7 @@ STDLIB = SourceConfig(path="@stdlib")
     ((), {"parallel.nproc": 6, "parallel.csbp": 4}, "parallel.csbp", "1, 2, 3, 6"),
     ((), {"parallel.csbp": 4}, "parallel.csbp", "1, 2"),
     ((), {"data.document_tokens": 4096}, "data.document_tokens", "2048"),
-    (AR, {"data.seq_len": 1}, "data.seq_len", "none before it"),
+    (AR, {"data.seq_len": 1, "data.document_tokens": None}, "data.seq_len", "none before it"),
     ((), {"objective.label_shift": True, "data.document_tokens": 1}, "data.document_tokens", "none before it"),
     ((), {"data.sources": []}, "data.sources", "name at least one"),
     ((), {"data.sources.0.path": ""}, "data.sources.0.path", "name a file"),
