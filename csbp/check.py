@@ -10,27 +10,21 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from torch import nn
 
-from csbp.checkpoint.reading import model_files, resolve_model_folder
 from csbp.config.schema import RunConfig
 from csbp.data.batch import PackedBatch
 from csbp.data.packs import PackStream
-from csbp.data.stream import open_stream, prepare_corpora
 from csbp.data.tokenizer import next_free_id
 from csbp.errors import ConfigError
 from csbp.memory import estimate_memory, free_memory
-from csbp.models.protocol import ModelAdapter
-from csbp.models.registry import get_adapter
 from csbp.parallel.runtime import choose_device, mesh_sizes
-from csbp.train.session import mask_token, run_tokenizer
+from csbp.train.ready import ReadyModel, check_model, open_data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -54,18 +48,13 @@ def run_check(config: RunConfig, words: Sequence[str] = (), console: Console | N
         ConfigError, UserError: the first thing that would stop the run.
     """
     out = console or _console()
-    adapter = get_adapter(config.model.family)
-    tokenizer = run_tokenizer(config)
-    model = build_on_meta(config, adapter)
-    rows = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     device = _check_devices(config, out)
-    _check_tokenizer(config, tokenizer, rows, out)
-    prepare_corpora(config.data, tokenizer)
-    streams = {name: open_stream(config.data, seed=config.seed, tokenizer=tokenizer, split=name)
-               for name in ("train", "validation")}
+    ready = check_model(config)
+    _show_tokenizer(config, ready, out)
+    streams = open_data(config, ready.tokenizer)
     _show_data(config, streams, out)
-    _show_sample(config, streams["train"], tokenizer, out)
-    _check_memory(config, adapter, model, rows, streams["train"], device, out)
+    _show_sample(config, streams["train"], ready.tokenizer, out)
+    _check_memory(config, ready, streams["train"], device, out)
     out.print(f"\nNothing stands in the way: {shlex.join(['csbp', 'train', *words])}")
     return 0
 
@@ -73,23 +62,6 @@ def run_check(config: RunConfig, words: Sequence[str] = (), console: Console | N
 def _console() -> Console:
     console = Console(highlight=False, soft_wrap=True)
     return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=_PIPED_WIDTH)
-
-
-def build_on_meta(config: RunConfig, adapter: ModelAdapter) -> nn.Module:
-    """The model as shapes without numbers.
-
-    Raises:
-        ConfigError: there is no such model, or its weights are not there as safetensors.
-    """
-    path: Path | None = None
-    if config.model.path:
-        found = resolve_model_folder(config.model.path, config.model.family)
-        path = model_files(found)
-        if config.model.init == "pretrained" and not list(found.glob("*.safetensors")):
-            raise ConfigError("model.path", config.model.path, f"{found} holds no *.safetensors; convert the weights, "
-                                                               "or set model.init=random")
-    with torch.device("meta"):
-        return adapter.build(path, config.model.shape if config.model.init == "random" else {}, torch.float32)
 
 
 def _check_devices(config: RunConfig, out: Console) -> torch.device:
@@ -114,21 +86,13 @@ def _check_devices(config: RunConfig, out: Console) -> torch.device:
     return device
 
 
-def _check_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerFast, rows: int, out: Console) -> None:
-    mask, last = mask_token(config, tokenizer, rows), next_free_id(tokenizer) - 1
-    if last >= rows:
-        raise ConfigError("data.tokenizer", config.data.tokenizer or config.model.path,
-                          f"its last id is {last}, but the model has only {rows} embedding rows; use the model's own "
-                          "tokenizer")
-    kept = {"EOS": tokenizer.eos_token_id, "BOS": tokenizer.bos_token_id, "PAD": tokenizer.pad_token_id}
-    for name, index in kept.items():
-        if config.objective.kind != "autoregressive" and mask == index:
-            raise ConfigError("model.mask_token_id", mask, f"is the tokenizer's {name} token, which text contains; "
-                                                           "name another reserved id, or null")
+def _show_tokenizer(config: RunConfig, ready: ReadyModel, out: Console) -> None:
+    tokenizer, last = ready.tokenizer, next_free_id(ready.tokenizer) - 1
     out.print(_heading("Tokenizer"))
-    out.print(f"  ids 0..{last} of {rows} embedding rows; EOS {tokenizer.eos_token!r}; chat template: "
+    out.print(f"  ids 0..{last} of {ready.rows} embedding rows; EOS {tokenizer.eos_token!r}; chat template: "
               f"{'yes' if tokenizer.chat_template else 'no'}", markup=False)
     if config.objective.kind != "autoregressive":
+        mask = ready.mask
         what = repr(tokenizer.decode([mask])) if mask <= last else "past the last id, so no text contains it"
         out.print(f"  mask id {mask}: {what}", markup=False)
 
@@ -185,10 +149,11 @@ def _block_text(pack: PackedBatch, begin: int, end: int, tokenizer: PreTrainedTo
     return text
 
 
-def _check_memory(config: RunConfig, adapter: ModelAdapter, model: nn.Module, rows: int, stream: PackStream,
-                  device: torch.device, out: Console) -> None:
+def _check_memory(config: RunConfig, ready: ReadyModel, stream: PackStream, device: torch.device,
+                  out: Console) -> None:
+    adapter, model, rows = ready.adapter, ready.model, ready.rows
     world, share = config.parallel.nproc, stream.totals.supervised / stream.totals.tokens
-    _, csbp = mesh_sizes(config.parallel, world)
+    csbp = mesh_sizes(config.parallel, world)[1]
     targets = -(-int(config.data.seq_len * share) // csbp)
     noised = 0 if config.objective.kind == "autoregressive" else targets
     need = estimate_memory(model, adapter.units(model), world=world, rows=-(-config.data.seq_len // csbp) + noised,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -11,10 +13,15 @@ from pathlib import Path
 
 from csbp.config.compose import compose_run
 from csbp.config.schema import RunConfig
+from csbp.config.typed import save_config
 from csbp.config.validate import validate_run
 from csbp.errors import ConfigError
-from csbp.rundir import has_checkpoint, prepare_run_dir
+from csbp.rundir import CONFIG, claim_run_dir, has_checkpoint, record_start
 from csbp.supervise import Outcome, RankCommand, supervise
+
+# -P keeps the current folder out of the import path: a file there could hide a library.
+_PYTHON = (sys.executable, "-P", "-m")
+_STARTING = ", as torchrun sets it; to let csbp start its own ranks, unset RANK and WORLD_SIZE"
 
 
 def train(words: Sequence[str]) -> int:
@@ -39,20 +46,41 @@ def train(words: Sequence[str]) -> int:
         raise ConfigError("parallel.nproc", config.parallel.nproc,
                           f"{world} rank(s) were started (WORLD_SIZE={world}); set parallel.nproc={world}, or unset "
                           "RANK and WORLD_SIZE to let csbp start its own")
-    from csbp.worker import run_rank
+    from csbp.worker import run_started_rank
 
-    return run_rank(config, lambda: prepare_run_dir(config))
+    return run_started_rank(config)
 
 
 def started_ranks() -> int | None:
     """How many ranks torchrun or another launcher has started, this one among them; None if there is none.
 
     A world of one rank under ``accelerate launch`` counts as none: see ``refuse_lone_process``.
+
+    Raises:
+        ConfigError: the environment variables that say so do not go together.
     """
-    if "RANK" not in os.environ or not os.environ.get("WORLD_SIZE", "").isdigit():
+    if "RANK" not in os.environ:
         return None
-    world = int(os.environ["WORLD_SIZE"])
-    return None if world == 1 and _under_accelerate() else world
+    world = _number("WORLD_SIZE", 1)
+    _number("RANK", 0, world)
+    if "LOCAL_RANK" in os.environ:
+        _number("LOCAL_RANK", 0, _number("LOCAL_WORLD_SIZE", 1) if "LOCAL_WORLD_SIZE" in os.environ else world)
+    if world == 1 and _under_accelerate():
+        return None
+    if world > 1 or "MASTER_ADDR" in os.environ:
+        if not os.environ.get("MASTER_ADDR"):
+            raise ConfigError("MASTER_ADDR", os.environ.get("MASTER_ADDR"), f"must name the host of rank 0{_STARTING}")
+        _number("MASTER_PORT", 1, 1 << 16)
+    return world
+
+
+def _number(name: str, low: int, end: int | None = None) -> int:
+    """An environment variable as torchrun sets it."""
+    value = os.environ.get(name)
+    if value is None or not (value.isascii() and value.isdigit()) or int(value) < low or (end and int(value) >= end):
+        bounds = f"at least {low}" if end is None else f"from {low} to {end - 1}"
+        raise ConfigError(name, value, f"must be a whole number, {bounds}{_STARTING}")
+    return int(value)
 
 
 def refuse_lone_process(config: RunConfig) -> None:
@@ -80,31 +108,53 @@ def _under_accelerate() -> bool:
 
 
 def _start_ranks(config: RunConfig, words: Sequence[str]) -> int:
-    run_dir = prepare_run_dir(config)
-    print(f"run folder: {run_dir}", flush=True)
-    with tempfile.TemporaryDirectory(prefix="csbp-") as private:
-        outcome = supervise(rank_commands(config, run_dir, f"file://{private}/rendezvous"))
-    _report(outcome, run_dir, words)
+    with claim_run_dir(config) as lock, tempfile.TemporaryDirectory(prefix="csbp-") as private:
+        refused = _prepare(config, Path(private))
+        if refused:
+            return refused
+        record_start(config, lock.folder)
+        print(f"run folder: {lock.folder}", flush=True)
+        outcome = supervise(rank_commands(config, lock.folder, Path(private) / "rendezvous", (lock.descriptor,)))
+    _report(outcome, lock.folder, words)
     return outcome.exit_code
 
 
-def rank_commands(config: RunConfig, run_dir: Path, init_method: str) -> list[RankCommand]:
+def _prepare(config: RunConfig, private: Path) -> int:
+    """Run ``csbp.prepare`` to its end; its exit code, or 1."""
+    save_config(config, private / CONFIG)
+    # A signal to stop ends both: there is nothing to save yet.
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    process = subprocess.Popen([*_PYTHON, "csbp.prepare", str(private / CONFIG)], stdin=subprocess.PIPE,
+                               start_new_session=True)
+    try:
+        code = process.wait()
+    finally:
+        process.kill()
+        process.communicate()
+        signal.signal(signal.SIGTERM, previous)
+    if code < 0:
+        print(f"csbp: what comes before the ranks (tokenizing, checks) was ended by signal {-code}", file=sys.stderr)
+    return max(code, 0) or int(code < 0)
+
+
+def rank_commands(config: RunConfig, run_dir: Path, rendezvous: Path, keep: Sequence[int] = ()) -> list[RankCommand]:
     """One ``csbp.worker`` for each rank.
 
     Args:
         config: ``parallel`` says how many, and with how many threads.
         run_dir: its config.yaml is what the ranks run.
-        init_method: where they meet; a file of this job alone cannot be taken by another job, as a port can.
+        rendezvous: where they meet; a file of this job alone cannot be taken by another job, as a port can.
+        keep: descriptors that every rank inherits.
     """
     nproc = config.parallel.nproc
-    # -P keeps the current folder out of the ranks' import path: a file there could hide a library.
-    argv = [sys.executable, "-P", "-m", "csbp.worker", str(run_dir)]
+    argv = [*_PYTHON, "csbp.worker", str(run_dir)]
     commands = []
     for rank in range(nproc):
         env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(nproc),
                "LOCAL_WORLD_SIZE": str(nproc), "OMP_NUM_THREADS": str(config.parallel.threads),
-               "CSBP_INIT_METHOD": init_method, "PYTHONFAULTHANDLER": "1"}
-        commands.append(RankCommand(argv, env, run_dir / "logs" / f"rank-{rank}.log" if rank else None))
+               "CSBP_RENDEZVOUS_FILE": str(rendezvous), "PYTHONFAULTHANDLER": "1"}
+        log = run_dir / "logs" / f"rank-{rank}.log" if rank else None
+        commands.append(RankCommand(argv, env, log, tuple(keep)))
     return commands
 
 

@@ -4,10 +4,12 @@
     DIR/environment.json    versions, commit, machine and command line of the latest start
     DIR/earlier/            the config.yaml of earlier starts, where a resumed run changed something
     DIR/logs/rank-N.log     what ranks other than 0 print, when csbp starts them itself
+    DIR/.lock               while the run is alive: by which process, on which machine
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -17,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from csbp import __version__
 from csbp.config.schema import RunConfig
 from csbp.config.typed import load_config, save_config
 from csbp.errors import ConfigError, UserError
+from csbp.locks import RunLock
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 # A resumed run with another of these would be another run.
@@ -35,33 +39,58 @@ _NOTABLE = ("optim.", "train.steps", "train.dtype", "train.eval_packs", "train.e
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "numpy", "safetensors", "hydra-core", "omegaconf")
 
 
-def prepare_run_dir(config: RunConfig) -> Path:
-    """Make the run folder, or check that a resumed run may go on in it, and write its first files. Call it in
-    one process per run.
+@contextlib.contextmanager
+def claim_run_dir(config: RunConfig) -> Iterator[RunLock]:
+    """Make the run folder, or check that a resumed run may go on in it, and keep every other run out of it until the
+    end of the context. Enter it in one process per run. A folder made here that is still empty then goes again.
 
-    Returns:
-        The folder, absolute.
+    Yields:
+        The lock; its ``folder`` is the run folder, absolute.
 
     Raises:
-        ConfigError: it cannot be made, it holds a run and ``resume`` is none, or it holds a different run.
+        ConfigError: it cannot be made, a run is alive in it, it holds a run and ``resume`` is none, or it holds a
+            different run. Nothing in it has been changed.
         UserError: it cannot be written to.
     """
-    folder = _make(config)
-    config = dataclasses.replace(config, run_dir=str(folder))
-    if holds_run(folder):
-        if config.resume == "none":
-            raise ConfigError("run_dir", str(folder), "holds a run already; add resume=auto to go on with it, or "
-                                                      "choose another folder")
-        if (folder / CONFIG).exists():
-            _check_same_run(folder, config)
-    elif (folder / CONFIG).exists():
-        _keep_config(folder)
+    folder, made = _make(config)
     try:
+        lock = RunLock(folder)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written to: {error.strerror}") from error
+    try:
+        _check_free(folder, config)
+        yield lock
+    finally:
+        lock.release()
+        if made:
+            with contextlib.suppress(OSError):  # it holds something
+                folder.rmdir()
+
+
+def _check_free(folder: Path, config: RunConfig) -> None:
+    if not holds_run(folder):
+        return
+    if config.resume == "none":
+        raise ConfigError("run_dir", str(folder), "holds a run already; add resume=auto to go on with it, or choose "
+                                                  "another folder")
+    if (folder / CONFIG).exists():
+        _check_same_run(folder, config)
+
+
+def record_start(config: RunConfig, folder: Path) -> None:
+    """Write the first files of a run, or of its continuation, into its claimed folder.
+
+    Raises:
+        UserError: it cannot be written to.
+    """
+    config = dataclasses.replace(config, run_dir=str(folder))
+    try:
+        if (folder / CONFIG).exists() and not (holds_run(folder) and _changes(folder, config).keys() <= {"resume"}):
+            _keep_config(folder)
         save_config(config, folder / CONFIG)
         (folder / ENVIRONMENT).write_text(json.dumps(describe_environment(), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{folder}: cannot be written to: {error.strerror}") from error
-    return folder
 
 
 def holds_run(folder: Path) -> bool:
@@ -75,15 +104,17 @@ def has_checkpoint(folder: Path) -> bool:
     return any((folder / "checkpoints").glob("step-*"))
 
 
-def _make(config: RunConfig) -> Path:
-    """The folder asked for, or one below ``runs/`` that nobody else has."""
+def _make(config: RunConfig) -> tuple[Path, bool]:
+    """The folder asked for, or one below ``runs/`` that nobody else has; and whether it was made now."""
     wanted = Path(config.run_dir or f"runs/{config.experiment}-{time.strftime('%Y%m%d-%H%M%S')}")
     wanted = folder = wanted.expanduser().absolute()
     for number in itertools.count(2):
         try:
-            folder.mkdir(parents=True, exist_ok=config.run_dir is not None)
-            return folder
+            folder.mkdir(parents=True)
+            return folder, True
         except FileExistsError as error:
+            if config.run_dir is not None and folder.is_dir():
+                return folder, False
             if config.run_dir is not None:
                 raise ConfigError("run_dir", config.run_dir, "is a file; give a folder") from error
             folder = wanted.with_name(f"{wanted.name}-{number}")
@@ -93,19 +124,24 @@ def _make(config: RunConfig) -> Path:
 
 
 def _check_same_run(folder: Path, config: RunConfig) -> None:
-    """Compare with the configuration of the latest start; keep that one if it is about to be replaced."""
-    before, now = _flat(load_config(folder / CONFIG)), _flat(config)
-    changed = [key for key in now if before.get(key) != now[key]]
-    fixed = [key for key in changed if key.startswith(_FIXED) and key not in _FREE_DATA]
+    """Compare with the configuration of the latest start; say what has changed that may."""
+    changes = _changes(folder, config)
+    fixed = [key for key in changes if key.startswith(_FIXED) and key not in _FREE_DATA]
     if fixed:
+        before, now = changes[fixed[0]]
         more = f" ({len(fixed) - 1} more: {', '.join(fixed[1:6])})" if len(fixed) > 1 else ""
-        raise ConfigError(fixed[0], now[fixed[0]], f"the run in {folder} has {before.get(fixed[0])!r}{more}; resume "
-                                                   "with the same settings, or start another run_dir")
-    for key in changed:
+        raise ConfigError(fixed[0], now, f"the run in {folder} has {before!r}{more}; resume with the same settings, "
+                                         "or start another run_dir")
+    for key, (before, now) in changes.items():
         if key.startswith(_NOTABLE):
-            print(f"csbp: resuming with {key}={now[key]!r}, before {before.get(key)!r}", file=sys.stderr)
-    if set(changed) - {"resume"}:
-        _keep_config(folder)
+            print(f"csbp: resuming with {key}={now!r}, before {before!r}", file=sys.stderr)
+
+
+def _changes(folder: Path, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> its value at the latest start, its value now; for those that differ."""
+    before = _flat(load_config(folder / CONFIG))
+    now = _flat(dataclasses.replace(config, run_dir=str(folder)))
+    return {key: (before.get(key), value) for key, value in now.items() if before.get(key) != value}
 
 
 def _keep_config(folder: Path) -> None:

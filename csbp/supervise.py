@@ -23,6 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from csbp.errors import writing
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # A rank that has been asked by a signal of its own to stop, and has saved, leaves with this (128 + SIGTERM).
 STOPPED = 143
@@ -39,11 +41,13 @@ class RankCommand:
         argv: what to run.
         env: its whole environment.
         log: file that its output is appended to; None: it writes to this process's terminal.
+        keep: descriptors that it inherits.
     """
 
     argv: Sequence[str]
     env: Mapping[str, str]
     log: Path | None = None
+    keep: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,17 +136,20 @@ class _Job:
         for rank in self.ranks:
             output: IO[bytes] | None = None
             if rank.log:
-                rank.log.parent.mkdir(parents=True, exist_ok=True)
-                output = rank.log.open("ab")
+                with writing(rank.log):
+                    rank.log.parent.mkdir(parents=True, exist_ok=True)
+                    output = rank.log.open("ab")
             self.log_starts.append(output.tell() if output else 0)
             self.processes.append(subprocess.Popen(
-                rank.argv, env=rank.env, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True))
+                rank.argv, env=rank.env, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True,
+                pass_fds=rank.keep))
             if output:
                 output.close()
 
     def watch(self) -> int | None:
         """Wait until all ranks have ended well (None), or one has failed or outlived the deadline (its number). If
-        several have failed at once, one that a signal ended is named before those that only lost their peer."""
+        several have failed at once, one that a signal ended is named, or one that refused the configuration, before
+        those that only lost their peer."""
         while True:
             if self.stopping and not self.passed_on:
                 _say(f"stopping: the ranks finish their step and save; they are given {self.patience:g} seconds. A "
@@ -152,7 +159,7 @@ class _Job:
             codes = [process.poll() for process in self.processes]
             failed = [rank for rank, code in enumerate(codes) if code]
             if failed:
-                return min(failed, key=lambda rank: (codes[rank] or 0) > 0)
+                return min(failed, key=lambda rank: ((codes[rank] or 0) > 0, codes[rank] != 2))
             if all(code == 0 for code in codes):
                 return None
             if time.monotonic() >= self.deadline:

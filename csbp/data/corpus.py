@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import shutil
+import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ import numpy as np
 
 from csbp.config.schema import DataConfig, SourceConfig
 from csbp.data.arrays import ArrayFolder, map_array, read_meta
+from csbp.data.building import building_folder
 from csbp.data.encode import Encoder
 from csbp.data.skips import Skips
 from csbp.data.sources import read_source, source_stamp
@@ -32,9 +34,8 @@ from csbp.errors import ConfigError, UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-log = logging.getLogger("csbp.data")
 FORMAT = 2  # raise when the arrays or their meaning change
-_REPORT_SECONDS = 30.0
+_REPORT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -133,18 +134,16 @@ def _dtypes(vocabulary: int) -> dict[str, Any]:
 
 def _build(folder: Path, source: SourceConfig, field: str, config: DataConfig,
            tokenizer: PreTrainedTokenizerFast) -> None:
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(prefix=f"{folder.name}.building-", dir=folder.parent))
-    except OSError as error:
-        raise ConfigError("data.cache_dir", config.cache_dir, f"cannot be written to: {error}") from error
-    try:
-        _fill(building, source, field, Encoder(tokenizer, config.append_eos))
-        _publish(building, folder)
-    except OSError as error:
-        raise UserError(f"data.cache_dir={config.cache_dir}: the corpus cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+    with ExitStack() as stack:
+        try:
+            building = stack.enter_context(building_folder(folder))
+        except OSError as error:
+            raise ConfigError("data.cache_dir", config.cache_dir, f"cannot be written to: {error}") from error
+        try:
+            _fill(building, source, field, Encoder(tokenizer, config.append_eos))
+            _publish(building, folder)
+        except OSError as error:
+            raise UserError(f"data.cache_dir={config.cache_dir}: the corpus cannot be written: {error}") from error
 
 
 def _fill(building: Path, source: SourceConfig, field: str, encoder: Encoder) -> None:
@@ -172,7 +171,8 @@ def _fill(building: Path, source: SourceConfig, field: str, encoder: Encoder) ->
         out.append("name_hash", name_hash(record.name))
         if time.monotonic() - reported > _REPORT_SECONDS:
             reported = time.monotonic()
-            log.info("%s: %s documents, %s tokens so far", field, f"{documents:,}", f"{out.sizes['tokens']:,}")
+            print(f"csbp: tokenizing {field}: {documents:,} documents, {out.sizes['tokens']:,} tokens",
+                  file=sys.stderr, flush=True)
     skips.warn(field)
     if not documents:
         raise skips.nothing_left(field, source.path)

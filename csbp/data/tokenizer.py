@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 BUILTIN = "builtin:"
+_ELSEWHERE = "set data.tokenizer to a folder that has the model's"
 
 
 def resolve_folder(path: str, family: str, field: str = "model.path") -> str:
@@ -54,7 +55,10 @@ def load_tokenizer(path_or_builtin: str, family: str, field: str = "data.tokeniz
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(field, path_or_builtin, f"no tokenizer can be read there: {reason}") from error
+        raise ConfigError(field, path_or_builtin, f"no tokenizer can be read there: {reason}; {_ELSEWHERE}") from error
+    # From a config.json alone transformers makes one that knows a few special tokens and no text.
+    if len(tokenizer) == len(tokenizer.added_tokens_decoder):
+        raise ConfigError(field, path_or_builtin, f"holds no tokenizer; {_ELSEWHERE}")
     if not tokenizer.is_fast:
         raise ConfigError(field, path_or_builtin, "needs a tokenizer.json (a fast tokenizer)")
     return cast("PreTrainedTokenizerFast", tokenizer)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from csbp.comm.transport import LocalTransport, ProcessGroupTransport, Transport
 from csbp.config.schema import ParallelConfig
 from csbp.errors import ConfigError
+from csbp.parallel.rendezvous import open_store, prepare_in_turn
 
 
 @dataclass
@@ -131,30 +132,37 @@ def mesh_sizes(config: ParallelConfig, world: int) -> tuple[int, int]:
     return world // csbp, csbp
 
 
-def start_runtime(config: ParallelConfig, run_dir: Callable[[], Path]) -> Runtime:
-    """Join the process group described by RANK, WORLD_SIZE, LOCAL_RANK (one rank where they are unset).
+def start_runtime(config: ParallelConfig, run_dir: Callable[[], Path],
+                  prepare_host: Callable[[], None] | None = None) -> Runtime:
+    """Join the other ranks, as RANK, WORLD_SIZE and LOCAL_RANK say (one rank where they are unset).
 
     Args:
         config: mesh sizes, device, threads.
-        run_dir: called on rank 0 only; where its answer comes from is the caller's business.
-
-    The rendezvous is CSBP_INIT_METHOD where csbp started the ranks itself, MASTER_ADDR/PORT otherwise.
+        run_dir: called on rank 0 only; where its answer comes from, and how long that takes, is the caller's business.
+        prepare_host: called after it on the first rank of every other host.
     """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     dp, csbp = mesh_sizes(config, world)
+
+    def prepare() -> str:
+        choose_device(config.device, local_rank)
+        if rank and local_rank == 0 and prepare_host:
+            prepare_host()
+        return "" if rank else str(run_dir())
+
+    folder, timeout = None, timedelta(seconds=config.timeout_seconds)
+    if not dist.is_initialized():
+        store = open_store(rank, world, timeout)
+        folder = prepare_in_turn(store, rank, world, prepare)
     device = choose_device(config.device, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(config.threads)
-    if not dist.is_initialized():
-        method = os.environ.get("CSBP_INIT_METHOD")
-        store = dist.HashStore() if method is None and "MASTER_ADDR" not in os.environ and world == 1 else None
+    if folder is not None:
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world, store=store,
-            init_method=None if store else (method or "env://"),
-            timeout=timedelta(seconds=config.timeout_seconds),
+            "nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world, store=store, timeout=timeout,
             device_id=device if device.type == "cuda" else None)
     mesh = init_device_mesh(device.type, (dp, csbp), mesh_dim_names=("dp", "csbp"))
     copies = config.dp_replicate
@@ -164,5 +172,5 @@ def start_runtime(config: ParallelConfig, run_dir: Callable[[], Path]) -> Runtim
     runtime = Runtime(rank, world, local_rank, device, dp, csbp, shard, transport, Path(),
                       scheme="csbp" if config.kind == "data" else config.kind, exchange=config.exchange,
                       gradient_wire=torch.float32 if config.gradient_wire == "float32" else None)
-    runtime.run_dir = Path(runtime.on_main(run_dir))
+    runtime.run_dir = Path(runtime.on_main(run_dir) if folder is None else folder)
     return runtime

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from csbp.checkpoint.reading import model_files, open_model, resolve_model_folder
 from csbp.checkpoint.store import CheckpointStore
 from csbp.config.schema import NoiseConfig, ObjectiveConfig, RunConfig
-from csbp.data.stream import PackStream, open_stream, prepare_corpora
+from csbp.data.stream import PackStream, open_stream
 from csbp.data.tokenizer import load_tokenizer, next_free_id
 from csbp.errors import ConfigError
 from csbp.models.protocol import ModelAdapter
@@ -71,7 +71,6 @@ def open_session(config: RunConfig, runtime: Runtime) -> Session:
         torch.use_deterministic_algorithms(True)
     adapter = get_adapter(config.model.family)
     tokenizer = run_tokenizer(config)
-    runtime.on_main(lambda: prepare_corpora(config.data, tokenizer))
     streams = {split: open_stream(config.data, seed=config.seed, tokenizer=tokenizer, split=split)
                for split in ("train", "validation")}
     model = build_model(config, adapter)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from csbp.errors import ConfigError
 from csbp.launch import rank_commands, refuse_lone_process, started_ranks
 from csbp.supervise import RankCommand, supervise
 
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_MIXED_PRECISION",
-                      "ACCELERATE_DYNAMO_BACKEND")
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+                      "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND")
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +120,10 @@ def test_of_several_failures_the_killed_rank_is_named(monkeypatch: pytest.Monkey
     assert outcome.first == 1 and "SIGKILL" in outcome.message
 
 
-def test_a_refused_configuration_keeps_its_exit_code() -> None:
+def test_a_refused_configuration_keeps_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_POLL_SECONDS", 1.0)
+    refused = supervise([python("raise SystemExit(1)"), python("raise SystemExit(2)")])  # rank 0 only lost its peer
+    assert refused.first == 1 and refused.exit_code == 2
     assert supervise([python("raise SystemExit(2)"), python("raise SystemExit(2)")]).exit_code == 2
 
 
@@ -255,14 +259,22 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
 
 def test_each_rank_is_told_its_place(tmp_path: Path) -> None:
     config = compose_run(["experiment=quickstart", "parallel.nproc=3", "parallel.threads=2"])
-    commands = rank_commands(config, tmp_path, "file:///private/rendezvous")
+    commands = rank_commands(config, tmp_path, Path("/private/rendezvous"), [7])
     for rank, command in enumerate(commands):
         assert list(command.argv) == [sys.executable, "-P", "-m", "csbp.worker", str(tmp_path)]
         told = {name: command.env[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
-                                                     "OMP_NUM_THREADS", "CSBP_INIT_METHOD")}
+                                                     "OMP_NUM_THREADS", "CSBP_RENDEZVOUS_FILE")}
         assert told == {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3",
-                        "OMP_NUM_THREADS": "2", "CSBP_INIT_METHOD": "file:///private/rendezvous"}
-        assert command.log == (tmp_path / "logs" / f"rank-{rank}.log" if rank else None)
+                        "OMP_NUM_THREADS": "2", "CSBP_RENDEZVOUS_FILE": "/private/rendezvous"}
+        assert command.log == (tmp_path / "logs" / f"rank-{rank}.log" if rank else None) and command.keep == (7,)
+
+
+def test_a_rank_inherits_what_it_is_to_keep(tmp_path: Path) -> None:
+    with (tmp_path / "kept").open("w") as kept:
+        writes = "import os, sys; os.write(int(os.environ['KEPT']), b'here')"
+        command = python(writes, KEPT=str(kept.fileno()))
+        assert supervise([replace(command, keep=(kept.fileno(),))]).exit_code == 0
+    assert (tmp_path / "kept").read_text() == "here"
 
 
 def test_whose_ranks_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,9 +282,35 @@ def test_whose_ranks_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert started_ranks() is None  # without RANK nobody has started this process as a rank
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     assert started_ranks() == 2
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert started_ranks() == 1
+    monkeypatch.delenv("MASTER_ADDR")
+    assert started_ranks() == 1  # nobody to meet
+
+
+MEETING = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(("env", "field"), [
+    ({"RANK": "", "WORLD_SIZE": "2"} | MEETING, "RANK"), ({"RANK": "1", "WORLD_SIZE": "1"} | MEETING, "RANK"),
+    ({"RANK": "-1", "WORLD_SIZE": "2"} | MEETING, "RANK"), ({"RANK": "²", "WORLD_SIZE": "3"} | MEETING, "RANK"),
+    ({"RANK": "0"}, "WORLD_SIZE"), ({"RANK": "0", "WORLD_SIZE": "two"} | MEETING, "WORLD_SIZE"),
+    ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE"), ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ""}, "MASTER_ADDR"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "MASTER_PORT"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "99999"}, "MASTER_PORT"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "x"} | MEETING, "LOCAL_RANK"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "2"} | MEETING, "LOCAL_RANK"),
+    ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "2"} | MEETING, "LOCAL_RANK")])
+def test_ranks_that_were_started_wrongly(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], field: str) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="unset RANK and WORLD_SIZE") as caught:
+        started_ranks()
+    assert caught.value.field == field and caught.value.value == env.get(field)
 
 
 ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_CPU": "True"}
@@ -298,6 +336,8 @@ def test_more_ranks_than_configured_are_refused_on_each(monkeypatch: pytest.Monk
                                                         capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(SystemExit) as left:
         main(["train", "experiment=quickstart", f"model.path={tmp_path}", f"run_dir={tmp_path / 'run'}"])
     assert left.value.code == 2 and not (tmp_path / "run").exists()
@@ -317,18 +357,3 @@ def test_the_real_accelerate_is_found_out(tmp_path: Path) -> None:
                 "train", "experiment=quickstart", f"model.path={tmp_path}", f"run_dir={tmp_path / 'run'}")
     assert found.returncode != 0 and "has started one process only" in found.stderr
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launched", [False, True])
-def test_a_rank_that_refuses_the_configuration(tmp_path: Path, launched: bool) -> None:
-    """Two real ranks meet and read the configuration; the recipe then refuses it."""
-    words = ["train", "experiment=quickstart", "recipe=train_ar", f"model.path={tmp_path}", f"run_dir={tmp_path / 'r'}"]
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2"] if launched else []
-    found = run(*torchrun, SCRIPT, *words)
-    assert found.returncode == (1 if launched else 2), found.stderr  # torchrun has its own exit code
-    assert "this recipe needs objective=autoregressive" in found.stderr
-    assert (tmp_path / "r" / "config.yaml").exists()
-    if not launched:
-        assert "ended with exit code 2" in found.stderr
-        assert "objective=autoregressive" in (tmp_path / "r" / "logs" / "rank-1.log").read_text()

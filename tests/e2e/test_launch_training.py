@@ -30,9 +30,12 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
             "checkpoint.every=0", "checkpoint.export=false", "observe.plot=false", "observe.progress=off"]
 
 
-def start(words: list[str], *launcher: str) -> subprocess.Popen[str]:
+TORCHRUN = (str(BIN / "torchrun"), "--nproc-per-node", "2")
+
+
+def start(words: list[str], *launcher: str, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen([*launcher, str(BIN / "csbp"), "train", *words], stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals)
+                            stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals, env={**os.environ, **env})
 
 
 def heed_signals() -> None:
@@ -102,6 +105,15 @@ def test_a_stopped_run_says_how_to_go_on_and_does(words: list[str], tmp_path: Pa
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == stopped + 2
 
 
+@pytest.mark.parametrize("redirect", ["| head -1", "2>&1 | true", ">&- 2>&-", "> /dev/full"])
+def test_a_run_goes_on_when_nobody_listens(words: list[str], tmp_path: Path, redirect: str) -> None:
+    settings = [*words, f"run_dir={tmp_path / 'run'}", "train.steps=4", "observe.progress=lines", "train.eval_every=1"]
+    command = f"set -o pipefail; {shlex.join([str(BIN / 'csbp'), 'train', *settings])} {redirect}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, preexec_fn=heed_signals)
+    assert done.returncode == 0, done.stderr
+    assert len(losses(tmp_path / "run")) == 4 and (tmp_path / "run" / "summary.json").exists()
+
+
 def test_torchrun_gives_the_same_run(words: list[str], tmp_path: Path) -> None:
     steps = [*words, "train.steps=4"]
     own = start([*steps, f"run_dir={tmp_path / 'own'}"])
@@ -120,3 +132,83 @@ def test_torchrun_refuses_a_folder_that_holds_a_run_on_every_rank(words: list[st
     _, errors = theirs.communicate()
     assert theirs.returncode != 0 and "holds a run already" in errors
     assert (tmp_path / "metrics.jsonl").read_text() == "{}\n" and not (tmp_path / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("launcher", [(), TORCHRUN])
+def test_a_rank_that_refuses_the_configuration(words: list[str], tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    """Two real ranks meet; the recipe then refuses the run."""
+    refused = start([*words, "recipe=train_ar", f"run_dir={tmp_path}"], *launcher)
+    errors = refused.communicate()[1]
+    assert refused.returncode == (1 if launcher else 2), errors  # torchrun has its own exit code
+    assert "this recipe needs objective=autoregressive" in errors and "gloo" not in errors
+    assert (tmp_path / "config.yaml").exists()
+    if not launcher:
+        assert "ended with exit code 2" in errors
+
+
+@pytest.mark.parametrize(("word", "said", "launcher"), [
+    ("data.sources=[{kind: jsonl, path: FOLDER/rows.jsonl, format: messages}]", "has no column 'messages'", ()),
+    ("model.shape.vocab_size=200", "the mask id would be 257", ()),
+    ("data.tokenizer=FOLDER/bare", "holds no tokenizer", ()),
+    ("data.tokenizer=FOLDER/bare", "holds no tokenizer", TORCHRUN)])
+def test_what_is_wrong_is_said_before_the_ranks_start(words: list[str], tmp_path: Path, word: str, said: str,
+                                                      launcher: tuple[str, ...]) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"txt": "x"}\n')
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text('{"model_type": "qwen3"}')
+    word = word.replace("FOLDER", str(tmp_path))
+    refused = start([*words, word, f"run_dir={tmp_path / 'run'}"], *launcher)
+    output, errors = refused.communicate()
+    assert refused.returncode == (1 if launcher else 2), errors
+    assert said in errors and "gloo" not in errors and not (tmp_path / "run").exists()
+    if not launcher:
+        assert output == "" and len(errors.splitlines()) == 1
+
+
+def test_one_run_at_a_time(words: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = start([*words, f"run_dir={run}", "train.steps=100000"])
+    ranks_of(first, run)
+    before = (run / "config.yaml").read_bytes(), len(list(run.iterdir()))
+    for launcher, resume in (((), "auto"), ((), "none"), (TORCHRUN, "auto")):
+        second = start([*words, f"run_dir={run}", "train.steps=100000", f"resume={resume}"], *launcher)
+        errors = second.communicate()[1]
+        assert second.returncode == (1 if launcher else 2) and f"alive in this folder (process {first.pid} on" in errors
+    assert ((run / "config.yaml").read_bytes(), len(list(run.iterdir()))) == before and first.poll() is None
+    first.kill()
+    first.communicate()
+    again = start([*words, f"run_dir={run}", "resume=auto", "train.steps=3"])  # it had saved nothing
+    errors = again.communicate()[1]
+    assert again.returncode == 0 and len(losses(run)) == 3, errors
+    assert not (run / ".lock").exists()
+
+
+def test_a_killed_torchrun_takes_its_ranks_along(words: list[str], tmp_path: Path) -> None:
+    launcher = start([*words, f"run_dir={tmp_path}", "train.steps=100000"], *TORCHRUN)
+    ranks = ranks_of(launcher, tmp_path)
+    assert len(ranks) == 2
+    launcher.kill()
+    while not all(gone(pid) for pid in ranks.values()):
+        time.sleep(0.05)
+    launcher.communicate()
+
+
+@pytest.mark.parametrize("launcher", [(), TORCHRUN])
+def test_tokenizing_may_take_longer_than_a_collective(words: list[str], tmp_path: Path,
+                                                      launcher: tuple[str, ...]) -> None:
+    (tmp_path / "sitecustomize.py").write_text("""
+import time
+from csbp import prepare
+prepared = prepare.prepare_run
+def slowly(config):
+    time.sleep(12)
+    prepared(config)
+prepare.prepare_run = slowly
+""")
+    (tmp_path / "odd?#%41 ").mkdir()
+    run = start([*words, f"run_dir={tmp_path / 'run'}", "train.steps=2", "parallel.timeout_seconds=5"], *launcher,
+                PYTHONPATH=str(tmp_path), TMPDIR=str(tmp_path / "odd?#%41 "))
+    began = time.monotonic()
+    errors = run.communicate()[1]
+    assert run.returncode == 0 and len(losses(tmp_path / "run")) == 2, errors
+    assert time.monotonic() - began > 12

@@ -16,11 +16,12 @@ from rich.console import Console
 from torch import nn
 
 from csbp import check, memory
-from csbp.check import build_on_meta, run_check
+from csbp.check import run_check
 from csbp.config.schema import DataConfig, ModelConfig, ObjectiveConfig, ParallelConfig, RunConfig, SourceConfig
 from csbp.errors import ConfigError, UserError
 from csbp.memory import estimate_memory
 from csbp.models.registry import families, get_adapter
+from csbp.train.ready import build_on_meta
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
          "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 400, "tie_word_embeddings": False}
@@ -111,6 +112,27 @@ def test_weights_must_be_there(config: RunConfig, tmp_path: Path) -> None:
         shown(change(config, "model", init="pretrained", path=str(folder), shape={}))
     (folder / "model.safetensors").write_bytes(b"")
     assert "400 embedding rows" in shown(change(config, "model", init="pretrained", path=str(folder), shape={}))
+
+
+def test_a_model_folder_without_a_tokenizer(config: RunConfig, tmp_path: Path) -> None:
+    model = build_on_meta(config, get_adapter(config.model.family))
+    model.config.save_pretrained(tmp_path / "model")  # type: ignore[operator, union-attr]
+    bare = change(change(config, "data", tokenizer=""), "model", path=str(tmp_path / "model"), shape={})
+    with pytest.raises(ConfigError, match=r"data.tokenizer=.*/model': holds no tokenizer; set data.tokenizer to"):
+        shown(bare)
+
+
+def test_weights_of_another_family_or_shape(config: RunConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    build_on_meta(config, get_adapter(config.model.family)).config.save_pretrained(folder)  # type: ignore[operator, union-attr]
+    (folder / "model.safetensors").write_bytes(b"")
+    told = change(config, "model", init="pretrained", path=str(folder), shape={"hidden_size": 64})
+    with pytest.raises(ConfigError, match=r"model.shape.hidden_size=64: the weights have 32"):
+        shown(told)
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**about, "model_type": "llama"}))
+    with pytest.raises(ConfigError, match=r"model.family=.* holds a llama model"):
+        shown(told)
 
 
 def test_a_model_that_cannot_fit(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

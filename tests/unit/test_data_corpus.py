@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -63,6 +64,17 @@ def test_what_a_corpus_holds(config: DataConfig, caplog: pytest.LogCaptureFixtur
     assert corpus.tokens.dtype == np.uint16 and isinstance(corpus.tokens, np.memmap)
     assert corpus.skips.counts == {"an empty document": 1}
     assert "data.sources.0: left out 1: an empty document (first: b.py)" in caplog.text
+
+
+def test_tokenizing_that_takes_long_says_how_far_it_is(config: DataConfig, monkeypatch: pytest.MonkeyPatch,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    opened(dataclasses.replace(config, append_eos=False))
+    assert "tokenizing" not in capsys.readouterr().err
+    monkeypatch.setattr(corpus_module, "_REPORT_SECONDS", -1.0)
+    opened(config)
+    assert re.search(r"^csbp: tokenizing data.sources.0: 1 documents, \d+ tokens$", capsys.readouterr().err, re.M)
+    opened(config)
+    assert capsys.readouterr().err == ""  # it is in the cache
 
 
 def test_it_is_made_once(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,19 @@ from csbp import __version__
 from csbp.config.schema import RunConfig
 from csbp.config.typed import load_config
 from csbp.errors import ConfigError
-from csbp.rundir import describe_environment, has_checkpoint, holds_run, prepare_run_dir
+from csbp.rundir import claim_run_dir, describe_environment, has_checkpoint, holds_run, record_start
 
 
 def config(folder: Path | None, **values: Any) -> RunConfig:
     named = {key.replace("__", "."): value for key, value in values.items()}
     return changed(composed(), {"run_dir": str(folder) if folder else None} | named)
+
+
+def prepare_run_dir(asked: RunConfig) -> Path:
+    """A start whose process then ends."""
+    with claim_run_dir(asked) as lock:
+        record_start(asked, lock.folder)
+    return lock.folder
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -1,0 +1,124 @@
+"""How ranks meet: through a store that all of them reach, before there is a process group.
+
+What has to be done once, and may take long, is done here: a collective ends when its timeout is over, but nobody
+minds how long a key of the store is waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from csbp.errors import ConfigError, UserError
+
+# The path of a file that the ranks of one host share, where csbp has started them.
+RENDEZVOUS_FILE = "CSBP_RENDEZVOUS_FILE"
+_FIRST, _FAILED = "first", "failed"
+# What gloo and NCCL say then; their errors have no type of their own.
+_LOST = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+_LONGEST_PAUSE = 0.5
+_TELLING_SECONDS = 10.0
+
+
+def open_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
+    """The store of these ranks: a file's where csbp started them, otherwise the one at MASTER_ADDR, MASTER_PORT.
+
+    Args:
+        timeout: longest wait for the store to be there, and later for one of its keys.
+    """
+    path = os.environ.get(RENDEZVOUS_FILE)
+    if path:
+        store: dist.Store = dist.FileStore(path, world)
+    elif world == 1 and "MASTER_ADDR" not in os.environ:
+        store = dist.HashStore()
+    else:
+        store = next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))[0]
+    store.set_timeout(timeout)
+    return dist.PrefixStore("csbp", store)
+
+
+def prepare_in_turn(store: dist.Store, rank: int, world: int, work: Callable[[], str]) -> str:
+    """Do what comes before a run: on rank 0, then on all the others, however long it takes.
+
+    Args:
+        store: of all ranks.
+        rank, world: as torchrun numbers them.
+        work: this rank's part.
+
+    Returns:
+        Rank 0's answer, on every rank, once all are ready.
+
+    Raises:
+        ConfigError, UserError: some rank's part failed; the same error on each.
+    """
+    try:
+        if rank:
+            _wait(store, [_FIRST])
+        answer = work()
+        store.set(f"ready-{rank}", "")
+        if rank == 0:
+            store.set(_FIRST, answer)
+        _wait(store, [f"ready-{other}" for other in range(world)])
+    except _Told as told:
+        with contextlib.suppress(dist.DistNetworkError):
+            store.set(f"told-{rank}", "")
+        raise told.error from None
+    except Exception as error:
+        with contextlib.suppress(dist.DistNetworkError):
+            store.set(_FAILED, _written(error, rank))
+            if rank == 0 and _keeps_store():
+                _linger(store, world)
+        raise
+    return store.get(_FIRST).decode()
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed only because another rank is no longer there."""
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST)
+
+
+class _Told(Exception):
+    def __init__(self, error: UserError) -> None:
+        self.error = error
+
+
+def _wait(store: dist.Store, keys: list[str]) -> None:
+    pause = 0.01
+    try:
+        while not store.check(keys):
+            if store.check([_FAILED]):
+                raise _Told(_read(store.get(_FAILED)))
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
+    except dist.DistNetworkError as error:
+        raise _Told(UserError("rank 0 has ended before this rank could join it; rank 0 says why")) from error
+
+
+def _keeps_store() -> bool:
+    """Whether the store of several ranks ends with rank 0."""
+    return RENDEZVOUS_FILE not in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def _linger(store: dist.Store, world: int) -> None:
+    """Give the others the time to read why."""
+    others = [f"told-{rank}" for rank in range(1, world)]
+    until = time.monotonic() + _TELLING_SECONDS
+    while others and time.monotonic() < until and not store.check(others):
+        time.sleep(0.05)
+
+
+def _written(error: Exception, rank: int) -> str:
+    if isinstance(error, ConfigError):
+        return json.dumps([error.field, error.value, error.fix], default=str)
+    return json.dumps([str(error) if isinstance(error, UserError) else f"rank {rank}: {type(error).__name__}: {error}"])
+
+
+def _read(written: bytes) -> UserError:
+    parts = json.loads(written)
+    return ConfigError(*parts) if len(parts) == 3 else UserError(*parts)

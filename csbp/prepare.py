@@ -1,0 +1,60 @@
+"""What comes before the ranks: ``python -m csbp.prepare FILE`` goes through the configuration in FILE.
+
+A process of its own, so that the launcher, which lives as long as the run, stays small. What would stop the run is
+said here, once, and tokenizing may take as long as it takes: no rank is waiting yet.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from csbp.cli import guarded
+from csbp.config.schema import RunConfig
+from csbp.config.typed import load_config
+from csbp.lifeline import leave_with_launcher
+from csbp.output import outlast_output
+
+
+def prepare_run(config: RunConfig) -> None:
+    """Check tokenizer and model, and tokenize what is not in the cache of this machine yet.
+
+    Raises:
+        ConfigError, UserError: the first thing that would stop the run.
+    """
+    from csbp.train.ready import check_model, open_data
+
+    open_data(config, check_model(config).tokenizer)
+
+
+def check_devices(config: RunConfig) -> None:
+    """Whether this machine has the devices of all ranks.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    from csbp.parallel.runtime import choose_device
+
+    choose_device(config.parallel.device, config.parallel.nproc - 1)
+
+
+def main() -> None:
+    """Entry point. Exits with 0: the ranks can start; 2: the configuration was refused; else 1."""
+    outlast_output()
+    leave_with_launcher()
+    config = load_config(Path(sys.argv[1]))
+
+    def run() -> int:
+        check_devices(config)  # first: the rest has much more to import
+        prepare_run(config)
+        return 0
+
+    code = guarded(run)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # nothing is left to do, and unloading the libraries takes a while
+
+
+if __name__ == "__main__":
+    main()

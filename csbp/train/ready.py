@@ -1,0 +1,106 @@
+"""Can this run start? Tokenizer, model and data, as far as they can be known without the weights.
+
+``csbp check`` shows what is found here; ``csbp train`` goes through it before its ranks start (``csbp.prepare``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from csbp.checkpoint.huggingface import FAMILY_KEY, read_config
+from csbp.checkpoint.reading import model_files, resolve_model_folder
+from csbp.config.schema import RunConfig
+from csbp.data.stream import PackStream, open_stream, prepare_corpora
+from csbp.data.tokenizer import next_free_id
+from csbp.errors import ConfigError
+from csbp.models.protocol import ModelAdapter
+from csbp.models.registry import get_adapter
+from csbp.train.learnable import expect_learnable
+from csbp.train.session import check_expected_shape, mask_token, run_tokenizer
+
+SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class ReadyModel:
+    """A model whose weights are still to come.
+
+    Attributes:
+        adapter: of its family.
+        tokenizer: the run's.
+        model: shapes without numbers, on the meta device.
+        rows: of its embedding.
+        mask: id of [MASK].
+    """
+
+    adapter: ModelAdapter
+    tokenizer: PreTrainedTokenizerFast
+    model: nn.Module
+    rows: int
+    mask: int
+
+
+def check_model(config: RunConfig) -> ReadyModel:
+    """Tokenizer and model, and whether they fit each other.
+
+    Raises:
+        ConfigError, UserError: the first thing that would stop the run.
+    """
+    adapter = get_adapter(config.model.family)
+    tokenizer = run_tokenizer(config)
+    model = build_on_meta(config, adapter)
+    rows: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment, operator]
+    mask, last = mask_token(config, tokenizer, rows), next_free_id(tokenizer) - 1
+    if last >= rows:
+        raise ConfigError("data.tokenizer", config.data.tokenizer or config.model.path,
+                          f"its last id is {last}, but the model has only {rows} embedding rows; use the model's own "
+                          "tokenizer")
+    kept = {"EOS": tokenizer.eos_token_id, "BOS": tokenizer.bos_token_id, "PAD": tokenizer.pad_token_id}
+    for name, index in kept.items():
+        if config.objective.kind != "autoregressive" and mask == index:
+            raise ConfigError("model.mask_token_id", mask, f"is the tokenizer's {name} token, which text contains; "
+                                                           "name another reserved id, or null")
+    return ReadyModel(adapter, tokenizer, model, rows, mask)
+
+
+def build_on_meta(config: RunConfig, adapter: ModelAdapter) -> nn.Module:
+    """The model as shapes without numbers.
+
+    Raises:
+        ConfigError: there is no such model, it is of another family or shape, or its weights are not there as
+            safetensors.
+    """
+    path: Path | None = None
+    pretrained = config.model.init == "pretrained"
+    if config.model.path:
+        found = resolve_model_folder(config.model.path, config.model.family)
+        path = model_files(found)
+        if pretrained and not list(found.glob("*.safetensors")):
+            raise ConfigError("model.path", config.model.path, f"{found} holds no *.safetensors; convert the weights, "
+                                                               "or set model.init=random")
+        about = read_config(path)
+        family = about.get(FAMILY_KEY, about.get("model_type", adapter.family))
+        if family != adapter.family:
+            raise ConfigError("model.family", adapter.family, f"{found} holds a {family} model")
+    with torch.device("meta"):
+        model = adapter.build(path, {} if pretrained else config.model.shape, torch.float32)
+    if pretrained:
+        check_expected_shape(config.model.shape, model.config)
+    return model
+
+
+def open_data(config: RunConfig, tokenizer: PreTrainedTokenizerFast) -> dict[str, PackStream]:
+    """Tokenize what is not in the cache yet, and open both splits.
+
+    Raises:
+        ConfigError, UserError: the data cannot be had as asked for, or there is nothing to learn.
+    """
+    prepare_corpora(config.data, tokenizer)
+    streams = {split: open_stream(config.data, seed=config.seed, tokenizer=tokenizer, split=split) for split in SPLITS}
+    expect_learnable(config, streams["train"], streams["validation"])
+    return streams
