@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from exact import csbp_model, every_row, held_rows, planned_rows
+from exact import Share, csbp_model, every_row, held_rows, planned_rows
 from oracle import exact_norms
 from torch import Tensor, nn
 
@@ -44,24 +44,14 @@ class LoopbackRuntime(Runtime):
 
 
 @dataclass(frozen=True)
-class SimulatedShare:
-    """What one rank has after a step; all as in ``exact.Share``, and the gradients are its own part of the sum.
+class SimulatedShare(Share):
+    """What one rank has after a step; its gradients are its own part of the sum.
 
     Attributes:
         counts: for each micro-batch, bool by row: the row's loss counts here.
     """
 
-    loss: float
-    terms: dict[str, float]
-    supervised: int
-    grads: dict[str, Tensor]
-    rows: list[np.ndarray]
     counts: list[np.ndarray]
-    logits: list[Tensor]
-    asked: int
-    sent_rows: dict[str, int]
-    sent_bytes: dict[str, int]
-    planned_rows: dict[str, int]
 
 
 def step_on_threads(world: int, packs: Sequence[PackedBatch], how: Noising, scheme: str = "csbp",
@@ -79,10 +69,10 @@ def step_on_threads(world: int, packs: Sequence[PackedBatch], how: Noising, sche
         logits = [every_row(adapter, own, one) for one in works]
         plans = [one.plan.rank_plan.rows for one in works]
         return SimulatedShare(
-            result.loss, result.terms, result.supervised, grads, [held_rows(one) for one in works],
-            [np.concatenate([rows.answers, rows.noised >= 0]) for rows in plans], logits,
+            result.loss, result.terms, result.supervised, grads, [held_rows(one) for one in works], logits,
             sum(len(one.batch.loss_rows) for one in works), sent_rows, sent_bytes,
-            planned_rows(works, len(adapter.units(own))))
+            planned_rows(works, len(adapter.units(own))),
+            [np.concatenate([rows.answers, rows.noised >= 0]) for rows in plans])
 
     with exact_norms():  # patches the class, so once for all threads
         return run_threads(LoopbackWorld(world), work)

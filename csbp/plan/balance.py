@@ -5,7 +5,7 @@ U units in order of document and prefix. A *run* is a stretch of units of one do
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,7 @@ STEPS_PER_RANK = 32
 RECEIVERS = 8
 
 
-@dataclass(frozen=True)
-class _Runs:
+class _Runs(NamedTuple):
     """Runs of one rank: first unit, end, cost and rows of each."""
 
     first: np.ndarray

@@ -30,10 +30,12 @@ from csbp.plan.ranges import block_pairs, cell_pairs, index_of
 PAIRS_PER_ROW = 4096
 # A clean row that is never a query still has its keys and values computed.
 PAIRS_PER_KEY_ROW = 512
-# A document is cut into at most this many pairs per rank's fair share of the pack, so that short
-# documents stay whole and long ones spread over every rank.
+# A document is cut into this many pairs for each fair share of cost (a rank's, of the whole pack) that it has, so
+# that short documents stay whole and long ones spread over every rank.
 PAIRS_PER_SHARE = 4
-# Neighbouring whole documents form one item up to about this part of a rank's fair share.
+# And into at least this many for each fair share of rows, so that parts of long but cheap documents find room.
+PAIRS_PER_ROOM = 2
+# Neighbouring whole documents form one item up to about this part of a rank's fair share of cost or of rows.
 GRAINS_PER_SHARE = 32
 # No rank gets more than this multiple of the mean of clean and noised rows (or than the mean and one unit more,
 # where units are large).
@@ -108,13 +110,15 @@ def _items(units: Units, world: int) -> list[np.ndarray]:
     """What is dealt out first: pairs of runs of long documents, and short documents, whole; unit numbers each."""
     edges = np.flatnonzero(np.diff(units.document, prepend=-1))
     last = np.append(edges[1:], len(units.cost))
-    costs = np.add.reduceat(units.cost, edges)
-    share = max(-(-int(units.cost.sum()) // world), 1)
-    wanted = np.minimum(np.minimum(-(-costs * PAIRS_PER_SHARE // share), world), (last - edges + 1) // 2)
+    costs, rows = (np.add.reduceat(values, edges) for values in (units.cost, units.rows))
+    share, room = (max(-(-int(values.sum()) // world), 1) for values in (costs, rows))
+    wanted = np.maximum(-(-costs * PAIRS_PER_SHARE // share), rows * PAIRS_PER_ROOM // room)
+    wanted = np.minimum(np.minimum(wanted, world), (last - edges + 1) // 2)
     whole = wanted <= 1
-    # Whole neighbours within one grain of the running cost make one item.
-    grain = np.cumsum(np.where(whole, costs, 0)) * GRAINS_PER_SHARE // share
-    opens = np.flatnonzero(~whole | np.append(True, ~whole[:-1]) | (np.diff(grain, prepend=-1) > 0))
+    # Whole neighbours within one grain of the running cost, and of the running rows, make one item.
+    grains = [np.cumsum(np.where(whole, values, 0)) * GRAINS_PER_SHARE // fair
+              for values, fair in ((costs, share), (rows, room))]
+    opens = np.flatnonzero(~whole | np.append(True, ~whole[:-1]) | (np.diff(grains, prepend=-1) > 0).any(0))
     items = []
     for first, after in zip(opens, np.append(opens[1:], len(edges)), strict=True):
         if whole[first]:
@@ -129,8 +133,8 @@ def _items(units: Units, world: int) -> list[np.ndarray]:
 def _deal(items: list[np.ndarray], units: Units, world: int, cap: int) -> np.ndarray:
     """Longest processing time: the dearest item goes to the least loaded rank that has room for its rows.
 
-    An item for which no rank has room is dealt unit by unit; one unit always finds room, because ``cap`` is at
-    least the mean and one unit more.
+    An item for which no rank has room is dealt in halves; one unit always finds room, because ``cap`` is at least
+    the mean and one unit more.
     """
     owner = np.zeros(len(units.cost), np.int64)
     queue = [(-int(units.cost[item].sum()), index, item) for index, item in enumerate(items)]
@@ -147,8 +151,8 @@ def _deal(items: list[np.ndarray], units: Units, world: int, cap: int) -> np.nda
             owner[item] = rank
             heapq.heappush(loads, (load - negative_cost, held + rows, rank))
         else:
-            for unit in item:
-                heapq.heappush(queue, (-int(units.cost[unit]), serial, np.array([unit])))
+            for half in np.array_split(item, 2):
+                heapq.heappush(queue, (-int(units.cost[half].sum()), serial, half))
                 serial += 1
         for entry in full:
             heapq.heappush(loads, entry)
@@ -166,16 +170,22 @@ def assign_units(units: Units, world: int, cap: int) -> np.ndarray:
     if world == 1 or len(units.cost) == 0:
         return np.zeros(len(units.cost), np.int64)
 
+    # Dealing fills ranks only part of the way, so that moving costs afterwards still finds room for their rows.
+    soft = min(cap, rows_cap(units, world, (1 + ROWS_CAP) / 2))
+
     def spread(items: list[np.ndarray]) -> tuple[int, np.ndarray]:
-        owner = rebalance(_deal(items, units, world, cap), units.document, units.cost, units.rows, world, cap)
+        owner = rebalance(_deal(items, units, world, soft), units.document, units.cost, units.rows, world, cap)
         load = np.zeros(world, np.int64)
         np.add.at(load, owner, units.cost)
         return int(load.max()), owner
 
-    fullest, owner = spread(_items(units, world))
-    if fullest * 20 > lower_bound(units.cost, world) * 21:
-        # Units are few and large: deal them one by one, which keeps the bounds of longest processing time.
-        other, single = spread(list(np.arange(len(units.cost))[:, None]))
+    items, bound = _items(units, world), lower_bound(units.cost, world)
+    fullest, owner = spread(items)
+    if fullest * 20 > bound * 21:
+        # Some units are large: dealt one by one they keep the bounds of longest processing time.
+        fine = [part for item in items for part in
+                ([item] if units.cost[item].sum() * GRAINS_PER_SHARE <= bound else item[:, None])]
+        other, single = spread(fine)
         owner = single if other < fullest else owner
     return owner
 

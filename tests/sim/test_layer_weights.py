@@ -22,9 +22,9 @@ from csbp.plan.plan import PackPlan
 from csbp.plan.shapes import AttentionLayers, ModelShape, model_shape
 from csbp.train.step import StepRunner
 
-WORLD, WINDOW = 4, 32
+WORLD, WINDOW = 8, 32
 LAYERS = Counter(sliding=9, full=1)
-PACK, HOW = make_pack([30_000, *[100] * 100]), noising(32)
+PACK, HOW = make_pack([30_000, 15_000, 7_000, 3_500, 1_500, 700, 300]), noising(32)
 
 
 def test_a_kind_weighs_as_much_as_its_layers() -> None:
@@ -62,4 +62,4 @@ def test_training_balances_by_the_models_layers() -> None:
     bound = costs.sum() // WORLD
     assert costs.max() <= bound + bound // CLOSE
     alike, _, _ = trained_costs(False)
-    assert alike.max() > 1.02 * bound, "kinds that weighed alike would leave a rank fuller"
+    assert alike.max() > 1.05 * bound, "kinds that weighed alike would leave a rank fuller"

@@ -23,6 +23,7 @@ from packs import make_layout, make_pack
 
 from csbp.plan.balance import CLOSE, lower_bound, rebalance
 from csbp.plan.counts import count_plan
+from csbp.plan.forecast import whole_pack
 from csbp.plan.geometry import Geometry, LayerKind
 from csbp.plan.ownership import (
     PAIRS_PER_KEY_ROW,
@@ -35,7 +36,7 @@ from csbp.plan.ownership import (
     rows_cap,
 )
 from csbp.plan.plan import PackPlan
-from csbp.plan.ranges import clean_ranges, noised_ranges
+from csbp.plan.ranges import clean_ranges, index_of, noised_ranges
 
 KINDS = (LayerKind(), LayerKind("near", window=7), LayerKind("alone", clean="token_causal", noised=False))
 
@@ -167,6 +168,17 @@ def test_runs_are_few_and_most_documents_whole() -> None:
     short = np.flatnonzero(lengths <= 4096)
     split = [d for d in short if len(set(owner[document == d])) > 1]
     assert len(short) > 40 and len(split) <= len(short) // 10
+
+
+@pytest.mark.parametrize(("world", "short", "noised"), [(8, 180, True), (32, 180, True), (32, 20, True), (8, 20, False),
+                                                        (64, 60, False)])
+def test_short_documents_beside_a_dear_one_stay_whole(world: int, short: int, noised: bool) -> None:
+    """They cost little and have half of the rows: ranks fill up with rows before they do with cost."""
+    geometry = whole_pack([2**19] + [short] * (2**19 // short), 32, noised=noised)
+    owner = assign_owners(geometry, (LayerKind(),), world).cell_rank
+    document = index_of(geometry.document_starts, geometry.cell_starts[:-1])
+    cut = np.unique(document[1:][(np.diff(owner) != 0) & (np.diff(document) == 0)])
+    assert len(cut) <= 1 + world // 8
 
 
 @pytest.mark.parametrize("world", [1, 2, 64])
