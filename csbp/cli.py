@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from csbp import __version__
-from csbp.config.fields import nearest_name
+from csbp.config.fields import fields_of, nearest_name
 from csbp.config.places import experiments
+from csbp.config.schema import GenerateConfig
 from csbp.errors import ConfigError, UserError
 from csbp.output import outlast_output
 
@@ -27,7 +28,11 @@ All settings: docs/configuration.md. Exit code: 0 done, 2 bad configuration, 1 a
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the ``csbp`` script; leaves with the exit code."""
-    parser = _parser()
+    parser, commands = _parser()
+    words = sys.argv[1:] if argv is None else argv
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        print(f"csbp: {words[0]}: no such command; {nearest_name(words[0], commands, 'commands')}", file=sys.stderr)
+        sys.exit(2)
     arguments, rest = parser.parse_known_args(argv)
     if any(word.startswith("-") for word in rest):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -54,7 +59,8 @@ def guarded(call: Callable[[], int]) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
+    """The parser and the names of its commands."""
     parser = argparse.ArgumentParser(
         prog="csbp", description="Train block-diffusion language models at long context.",
         epilog="start with: csbp train experiment=quickstart")
@@ -74,11 +80,21 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     plan.add_argument("--picture", default="", metavar="FILE", help="draw who owns and reads what: .svg or .png")
     _add(commands, "generate", _generate, "write text with a trained model",
-         "example:\n  csbp generate model=runs/first 'prompt=def add(a, b):' max_new_tokens=32\n\n"
-         "All settings: docs/configuration.md")
+         f"settings are written KEY=VALUE:\n{_generate_settings()}\n\nexample:\n  csbp generate model=runs/first "
+         "'prompt=def add(a, b):' max_new_tokens=32")
     _add(commands, "export", _export, "write a run's newest checkpoint as a Hugging Face folder",
          "settings:\n  run_dir=DIR   the run\n  out=DIR       where to; default: run_dir/export")
-    return parser
+    return parser, list(commands.choices)
+
+
+def _generate_settings() -> str:
+    """A line or two for each."""
+    lines = []
+    for field in fields_of(GenerateConfig):
+        takes = f"; {field.expects()}; default {field.default}" if field.default != "" else ""
+        lines += textwrap.wrap(f"{field.key:<15} {field.help}{takes}", 100, initial_indent="  ",
+                               subsequent_indent=" " * 18)
+    return "\n".join(lines)
 
 
 def _add(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str,
@@ -131,7 +147,8 @@ def _export(arguments: argparse.Namespace) -> int:
         key, equals, value = word.partition("=")
         if key not in ("run_dir", "out") or not value:
             raise ConfigError(key, value, nearest_name(key, ["run_dir", "out"], "settings") if equals and value
-                              else f"write {key}=DIR")
+                              else f"did you mean run_dir={key}?" if Path(key).expanduser().is_dir()
+                              else "write run_dir=DIR or out=DIR")
         given[key] = Path(value).expanduser()
     if "run_dir" not in given:
         raise ConfigError("run_dir", "", "say which run: run_dir=DIR")

@@ -16,7 +16,6 @@ A value in a file may refer to another field as ``${section.field}``. Resolvers 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -31,17 +30,17 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from csbp.config.content import check_keys, refuse_code
-from csbp.config.fields import find_field, nearest_key, nearest_name
+from csbp.config.fields import find_field, nearest_name
+from csbp.config.files import OWN_FILE, place, read_mapping
 from csbp.config.places import choices as choices_of
 from csbp.config.places import conf_dir, experiments
 from csbp.config.problems import as_config_error
 from csbp.config.schema import GenerateConfig, RunConfig
 from csbp.config.typed import escape, open_schema, resolve
+from csbp.config.words import own_file, split_words
 from csbp.errors import ConfigError
 
 T = TypeVar("T")
-_KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
-_OWN_FILE = "your_file"  # under which name a user's own experiment is given to Hydra
 
 
 def compose_run(words: Sequence[str]) -> RunConfig:
@@ -54,7 +53,7 @@ def compose_run(words: Sequence[str]) -> RunConfig:
         ConfigError: a word, a key, a choice or a value that cannot be used.
     """
     groups = {field.name for field in dataclasses.fields(RunConfig) if (conf_dir() / field.name).is_dir()}
-    choices, values = _split(words, RunConfig, groups)
+    choices, values = split_words(words, RunConfig, groups)
     wanted = choices.pop("experiment", "")
     if not wanted:
         raise ConfigError("experiment", "", f"say which: experiment=NAME ({', '.join(experiments())}) "
@@ -65,40 +64,18 @@ def compose_run(words: Sequence[str]) -> RunConfig:
     for group, choice in {**choices, **({} if own else {"experiment": wanted})}.items():
         if choice not in choices_of(group):
             fix = nearest_name(choice, choices_of(group), f"choices of conf/{group}")
-            if group != "experiment":
-                fix += f" (to set one field: {group}.FIELD=VALUE)"
+            fix = own_file(choice) + fix if group == "experiment" else f"{fix} (to set one field: {group}.FIELD=VALUE)"
             raise ConfigError(group, choice, fix)
     overrides = [f"{group}={choice}" for group, choice in choices.items()]
-    overrides.append(f"experiment={_OWN_FILE if own else wanted}")
+    overrides.append(f"experiment={OWN_FILE if own else wanted}")
     config = _compose("config", RunConfig, overrides, values, own or conf_dir() / "experiment" / f"{wanted}.yaml")
     return dataclasses.replace(config, experiment=own.stem if own else wanted)
 
 
 def compose_generate(words: Sequence[str]) -> GenerateConfig:
     """The configuration of ``csbp generate``; see ``compose_run``."""
-    _, values = _split(words, GenerateConfig, set())
+    _, values = split_words(words, GenerateConfig, set())
     return _compose("generate", GenerateConfig, [], values, conf_dir() / "generate.yaml")
-
-
-def _split(words: Sequence[str], cls: type, groups: set[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Group choices and values, both by key. A value given twice: the last one counts, as in a shell script
-    that appends; a group chosen twice is refused."""
-    choices: dict[str, str] = {}
-    values: dict[str, str] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        key = key.strip().lstrip("+")  # Hydra's sign for a new key; here only mappings take new ones
-        if key.startswith("~"):
-            raise ConfigError(key, value, "settings cannot be removed; give the value that is wanted")
-        if not equals:
-            raise ConfigError(key, "", f"write {key}=VALUE" if _KEY.fullmatch(key) else "write KEY=VALUE")
-        if not _KEY.fullmatch(key):
-            raise ConfigError(key, value, f"not a key; {nearest_key(cls, key.lstrip('-'))}")
-        if key not in groups:
-            values[key] = value
-        elif choices.setdefault(key, value) != value:
-            raise ConfigError(key, value, f"chosen twice, also as {choices[key]}; give one")
-    return choices, values
 
 
 def _compose(name: str, cls: type[T], overrides: list[str], values: dict[str, str], file: Path) -> T:
@@ -129,17 +106,17 @@ def _register_schemas() -> None:
 def _register(file: Path) -> None:
     """Give a user's file to Hydra as one of ``conf/experiment``."""
     try:
-        content = OmegaConf.load(file)
-    except OSError as error:
-        raise ConfigError("experiment", str(file), f"cannot be read: {error.strerror}") from error
-    except YAMLError as error:
+        content = read_mapping(file, "experiment")
+    except (YAMLError, OmegaConfBaseException) as error:
         raise as_config_error(error, RunConfig, file) from error
-    if not isinstance(content, DictConfig):
-        raise ConfigError("experiment", str(file), "must hold a mapping of settings")
     plain: Any = OmegaConf.to_container(content, resolve=False)
-    plain.pop("defaults", None)
-    check_keys(RunConfig, plain, "")
-    ConfigStore.instance().store(group="experiment", name=_OWN_FILE, node=content, package="_global_")
+    if OWN_FILE in str(plain.pop("defaults", None)):
+        raise ConfigError("experiment", str(file), f"its defaults list names {OWN_FILE}, which is this file itself")
+    try:
+        check_keys(RunConfig, plain, "")
+    except ConfigError as error:
+        raise ConfigError(error.field, error.value, error.fix + place(file, error.field)) from error
+    ConfigStore.instance().store(group="experiment", name=OWN_FILE, node=content, package="_global_")
 
 
 def _read(cls: type, key: str, text: str) -> Any:
@@ -175,6 +152,7 @@ def _set_value(config: DictConfig, cls: type, key: str, value: Any, text: str) -
         if OmegaConf.is_list(holder) and not (parts[depth].isdigit() and int(parts[depth]) < len(holder)):
             raise ConfigError(key, text, f"the list has {len(holder)} entries, counted from 0")
     try:
-        OmegaConf.update(config, key, value, merge=True, force_add=True)
+        # A mapping given as a whole takes the place of the one that is there; a key of it joins the others.
+        OmegaConf.update(config, key, value, merge=not isinstance(value, dict), force_add=True)
     except (OmegaConfBaseException, ValueError) as error:
         raise as_config_error(error, cls, None, key=key, value=text) from error

@@ -27,6 +27,9 @@ def check_keys(cls: type, value: Any, prefix: str) -> None:
         raise ConfigError(prefix.rstrip("."), value, "must be a section of fields, {name: value}")
     for name, item in value.items():
         key = f"{prefix}{name}"
+        if "." in name:
+            first, _, rest = name.partition(".")
+            raise ConfigError(key, item, f"a key holds no dot: nest the sections, {first}: {{{rest}: ...}}")
         field = find_field(cls, key, item)
         if field.is_section:
             check_keys(cls, item, f"{key}.")

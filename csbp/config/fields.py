@@ -61,10 +61,14 @@ class Field:
         if self.choices:
             words = "one of " + ", ".join(self.choices)
         elif self.low is not None and self.high is not None:
-            words += f" from {self.low:g} to {self.high:g}"
+            words += f" from {_number(self.low)} to {_number(self.high)}"
         elif self.low is not None:
-            words += f", at least {self.low:g}"
+            words += f", at least {_number(self.low)}"
         return words + (", or null" if self.optional else "")
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
 def _type_words(kind: Any) -> str:

@@ -10,12 +10,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
+    GrammarParseError,
     InterpolationResolutionError,
     OmegaConfBaseException,
 )
 from yaml import YAMLError
 
 from csbp.config.fields import fields_of, find_field, nearest_key
+from csbp.config.files import OWN_FILE, place
 from csbp.errors import ConfigError
 
 _UNKNOWN = object()
@@ -33,7 +35,6 @@ def as_config_error(error: BaseException, cls: type, file: Path | None, *, key: 
         holder: the setting that names the file, for what is wrong with the file as a whole.
     """
     reason = _reason(error)
-    where = f" (in {file})" if file else ""
     if isinstance(reason, ConfigError):
         return reason
     if isinstance(reason, YAMLError):
@@ -43,10 +44,15 @@ def as_config_error(error: BaseException, cls: type, file: Path | None, *, key: 
         return ConfigError(holder, str(file or value), f"chooses {group} although a default does already; write "
                                                        f"'- override /{group}: NAME' in its defaults list")
     if not isinstance(reason, OmegaConfBaseException):
-        return ConfigError(key or holder, str(file) if value is _UNKNOWN else value, _one_line(error))
+        said = _one_line(error).replace(f"'experiment/{OWN_FILE}'", "its defaults list")
+        return ConfigError(key or holder, str(file) if value is _UNKNOWN else value, said)
     name = _full_name(reason, cls, key)
     if value is _UNKNOWN or name != key:
         value = _value_in(file, name, reason)
+    where = place(file, name)
+    if isinstance(reason, GrammarParseError):
+        return ConfigError(name, value, f"has an open ${{; a reference is written ${{section.field}}, the sign as text "
+                                        f"\\${{{where}")
     if isinstance(reason, InterpolationResolutionError):
         return ConfigError(name, value, f"{_one_line(reason)}; a reference is written ${{section.field}}{where}")
     if isinstance(reason, (ConfigKeyError, ConfigAttributeError)):

@@ -52,7 +52,7 @@ def _summary(section: type) -> str:
 def _table(rows: list[Field]) -> str:
     lines = ["| key | default | takes | meaning |", "|---|---|---|---|"]
     for row in rows:
-        cells = [f"`{row.key}`", f"`{_inline(row.default)}`", row.expects(), row.help or "–"]
+        cells = [f"`{row.key}`", f"`{_inline(row.default)}`", row.expects(), row.help]
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -96,11 +96,14 @@ A run is one experiment file plus what the command line changes:
 - `GROUP=CHOICE` picks a file of `conf/GROUP`, over the experiment's choice.
 - `section.field=VALUE` sets one field. A text field takes the rest of the word as it stands; lists are written
   `[a, b]`, mappings `{{name: value}}`. An entry of a list is reached by its number: `data.sources.0.path=docs`.
-- `model.shape` and `columns` take any key: `model.shape.hidden_size=128`.
+- `model.shape` and `columns` are mappings with keys of their own: `model.shape.hidden_size=128` sets one and keeps
+  the others, `model.shape={{hidden_size: 128}}` replaces them all. In a file, a mapping joins that of the file it
+  starts from.
 - In files, `${{section.field}}` refers to another setting.
 
 The result, with every field written out, is saved as `config.yaml` in the run folder. What cannot run is refused
-before any work starts: exit code 2, with the field, its value and what to write instead.
+before any work starts: exit code 2, with the field, its value and what to write instead. A number without a bound in
+the tables may be as large as 64-bit integers and 32-bit floats go.
 """
 
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+# Rows are counted in 32 bits on their way to the kernels, a clean and a noised one for each token.
+MAX_ROWS = 2**30
+
 
 def option(default: Any, help: str, *, choices: tuple[str, ...] = (), low: float | None = None,
            high: float | None = None) -> Any:
@@ -46,15 +49,16 @@ class ModelConfig:
     shape: dict[str, Any] = option({}, "fields of the family's config, over those at path (init=random); with "
                                    "pretrained weights from the hub: what csbp plan goes by before they are here")
     mask_token_id: int | None = option(None, "id of [MASK]; null: the first id past the tokenizer's last",
-                                       low=0)
+                                       low=0, high=2**31 - 1)
 
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
     """What is learnt, and how it is averaged (formulas: docs/objectives.md)."""
 
-    kind: str = option("block_diffusion", "", choices=("block_diffusion", "autoregressive"))
-    block_size: int = option(8, "rows of a target block", low=1)
+    kind: str = option("block_diffusion", "denoise target blocks, or predict the next token",
+                       choices=("block_diffusion", "autoregressive"))
+    block_size: int = option(8, "rows of a target block", low=1, high=MAX_ROWS)
     clean_stream: str = option("block_causal", "what a clean row sees of its own document",
                                choices=("block_causal", "token_causal"))
     label_shift: bool = option(False, "row p predicts token p+1; slot 0 is read from clean row s-1")
@@ -83,13 +87,13 @@ class DataConfig:
     validation_fraction: float = option(0.05, "share of documents held out, by a hash of their name",
                                         low=0.0, high=0.9)
     tokenizer: str = option("", "Hugging Face folder, name on the hub, or 'builtin:NAME'; empty: the model's")
-    seq_len: int = option(2048, "token budget of one pack", low=1)
+    seq_len: int = option(2048, "token budget of one pack", low=1, high=MAX_ROWS)
     document_tokens: int | None = option(None, "longest document before long_documents applies; null: seq_len",
-                                         low=1)
+                                         low=1, high=MAX_ROWS)
     long_documents: str = option("split", "what to do with a longer one", choices=("split", "truncate", "error"))
     append_eos: bool = option(True, "end every text document with the tokenizer's EOS")
     shuffle: bool = option(True, "order the samples anew each epoch")
-    pack_window: int = option(512, "samples looked at together when filling packs", low=1)
+    pack_window: int = option(512, "samples looked at together when filling packs", low=1, high=MAX_ROWS)
     cache_dir: str = option("~/.cache/csbp", "where tokenized corpora are kept")
     document_lengths: str = option("", "csbp plan: file with the tokens of one document a line; empty: one document")
 
@@ -98,7 +102,7 @@ class DataConfig:
 class ParallelConfig:
     """Ranks and mesh axes: nproc = dp x csbp. The sequence axis is called csbp whatever its kind."""
 
-    nproc: int = option(1, "all ranks of the run, the product of the mesh axes", low=1)
+    nproc: int = option(1, "all ranks of the run, the product of the mesh axes", low=1, high=2**20)
     kind: str = option("csbp", "csbp: blocks whole on a rank, clean rows sharded; context: both streams sharded; "
                        "block: blocks whole on a rank, clean rows computed wherever they are seen; data: no sequence "
                        "axis", choices=("csbp", "context", "block", "data"))
@@ -112,28 +116,31 @@ class ParallelConfig:
                                 "attention", choices=("none", "full", "attention"))
     offload: bool = option(False, "keep what is kept for the backward in CPU memory")
     compile: bool = option(False, "compile each layer with torch.compile")
-    device: str = option("auto", "", choices=("auto", "cpu", "cuda"))
-    threads: int = option(1, "CPU threads of one rank", low=1)
-    timeout_seconds: int = option(600, "longest wait in one collective", low=5)
+    device: str = option("auto", "what ranks compute on; auto: a GPU each where there are any",
+                         choices=("auto", "cpu", "cuda"))
+    threads: int = option(1, "CPU threads of one rank", low=1, high=1024)
+    timeout_seconds: int = option(600, "longest wait in one collective", low=5, high=10**7)
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
     """Kernel choice."""
 
-    backend: str = option("auto", "", choices=("auto", "reference"))
+    backend: str = option("auto", "auto: the fastest that this machine has; reference: plain torch",
+                         choices=("auto", "reference"))
 
 
 @dataclass(frozen=True)
 class OptimConfig:
     """AdamW and its schedule."""
 
-    lr: float = option(1e-5, "peak learning rate", low=0.0)
-    beta1: float = option(0.9, "", low=0.0, high=1.0)
-    beta2: float = option(0.95, "", low=0.0, high=1.0)
-    eps: float = option(1e-8, "", low=0.0)
-    weight_decay: float = option(0.1, "on matrices only; norms and biases have none", low=0.0)
-    schedule: str = option("cosine", "", choices=("cosine", "wsd", "constant"))
+    lr: float = option(1e-5, "peak learning rate", low=0.0, high=1000.0)
+    beta1: float = option(0.9, "decay of the mean of gradients; below 1", low=0.0, high=1.0)
+    beta2: float = option(0.95, "decay of the mean of squared gradients; below 1", low=0.0, high=1.0)
+    eps: float = option(1e-8, "added to the root of that mean", low=0.0, high=1.0)
+    weight_decay: float = option(0.1, "on matrices only; norms and biases have none", low=0.0, high=1000.0)
+    schedule: str = option("cosine", "from the peak down by a cosine; wsd: level, then down; constant: level",
+                          choices=("cosine", "wsd", "constant"))
     warmup_steps: int = option(10, "linear from 0", low=0)
     decay_fraction: float = option(0.2, "wsd: share of the steps that decays", low=0.0, high=1.0)
     min_lr_ratio: float = option(0.1, "last learning rate over the peak", low=0.0, high=1.0)
@@ -145,13 +152,14 @@ class TrainConfig:
     """The loop."""
 
     steps: int = option(1000, "optimizer steps", low=1)
-    packs_per_step: int = option(1, "packs in one optimizer step, over all ranks and micro-batches", low=1)
+    packs_per_step: int = option(1, "packs in one optimizer step, over all ranks and micro-batches", low=1,
+                                 high=2**20)
     dtype: str = option("float32", "compute dtype; master weights are always float32",
                         choices=("float32", "bfloat16"))
     deterministic: bool = option(False, "only algorithms that repeat bit for bit, or an error where torch has none")
     eval_every: int = option(0, "held-out loss every so many steps; 0: only before and after", low=0)
-    eval_packs: int = option(8, "packs of held-out text in one evaluation", low=1)
-    eval_seed: int = option(1234, "seed of the fixed evaluation noise")
+    eval_packs: int = option(8, "packs of held-out text in one evaluation", low=1, high=2**20)
+    eval_seed: int = option(1234, "seed of the fixed evaluation noise", low=0)
     eval_t_min: float = option(0.02, "smallest noise level in an evaluation", low=0.0001, high=1.0)
     sample_every: int = option(0, "log one filled-in held-out block every so many steps; 0: never", low=0)
     nonfinite_limit: int = option(3, "consecutive skipped updates before the run stops", low=1)
@@ -219,9 +227,10 @@ class GenerateConfig:
     """``csbp generate``: block-wise denoising."""
 
     model: str = option("", "run folder, exported model, name on the hub, or 'builtin:NAME'")
-    prompt: str = option("", "text to go on from")
-    max_new_tokens: int = option(64, "", low=1)
+    prompt: str = option("", "text to go on from, taken as it stands: no chat template is applied")
+    max_new_tokens: int = option(64, "longest continuation; it ends earlier at the tokenizer's EOS", low=1,
+                                 high=MAX_ROWS)
     threshold: float = option(0.9, "a masked token is kept once its probability reaches this", low=0.0, high=1.0)
     temperature: float = option(0.0, "0: most likely token", low=0.0)
     seed: int = option(0, "used when temperature > 0", low=0)
-    device: str = option("auto", "", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "auto: the first GPU, where there is one", choices=("auto", "cpu", "cuda"))

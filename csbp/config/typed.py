@@ -15,6 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from csbp.config.content import refuse_code
+from csbp.config.files import read_mapping
 from csbp.config.problems import as_config_error
 from csbp.config.schema import RunConfig
 from csbp.errors import ConfigError
@@ -100,12 +101,13 @@ def load_config(path: str | Path) -> RunConfig:
     Raises:
         ConfigError: the file is missing, is no YAML, or holds an unknown key or a wrong type.
     """
+    path = Path(path)
     schema = OmegaConf.structured(open_schema(RunConfig))
+    if not path.exists():
+        raise ConfigError("config", str(path), "no such file; is this the folder of a run?")
     try:
-        read = OmegaConf.load(path)
+        read = read_mapping(path, "config")
         refuse_code(OmegaConf.to_container(read, resolve=False), "")
         return resolve(OmegaConf.merge(schema, read), RunConfig)
-    except FileNotFoundError as error:
-        raise ConfigError("config", str(path), "no such file; is this the folder of a run?") from error
     except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise as_config_error(error, RunConfig, Path(path), holder="config") from error
+        raise as_config_error(error, RunConfig, path, holder="config") from error

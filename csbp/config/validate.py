@@ -23,6 +23,7 @@ from csbp.config.sources import STDLIB, check_sources, named_sources
 from csbp.errors import ConfigError
 
 TRACKERS = ("wandb", "tensorboard", "trackio")
+_LARGEST_INT, _LARGEST_FLOAT = 2**63 - 1, 1e38
 _BUILTIN = "builtin:"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -66,7 +67,7 @@ def validate_generate(config: GenerateConfig) -> None:
 
 
 def check_bounds(config: Any) -> None:
-    """Choices, bounds and finite numbers, for every field of a configuration dataclass.
+    """Choices, bounds and usable numbers, for every field of a configuration dataclass.
 
     Raises:
         ConfigError: the first field whose value does not fit its declaration.
@@ -74,6 +75,8 @@ def check_bounds(config: Any) -> None:
     for field, value in _values(config, ""):
         if value is None:
             continue
+        if isinstance(value, str):
+            _check_text(field.key, value)
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(field.key, value, "must be a finite number")
         too_low = field.low is not None and value < field.low
@@ -82,6 +85,26 @@ def check_bounds(config: Any) -> None:
             raise ConfigError(field.key, value, nearest_name(str(value), list(field.choices), "choices"))
         if too_low or too_high:
             raise ConfigError(field.key, value, f"must be {field.expects()}")
+        _check_number(field.key, value)
+
+
+def _check_text(key: str, value: str) -> None:
+    """Refuse bytes that are no UTF-8, which Python hands on as lone surrogates."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(key, value, f"is not UTF-8 text (at character {error.start + 1})") from error
+
+
+def _check_number(key: str, value: Any) -> None:
+    """Refuse numbers that nothing here can count with, also inside a mapping or a list."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(key, value, "must be a finite number")
+    if isinstance(value, (int, float)) and abs(value) > (_LARGEST_INT if isinstance(value, int) else _LARGEST_FLOAT):
+        raise ConfigError(key, value, f"must be at most {_LARGEST_INT:,}" if isinstance(value, int) else
+                          f"must be at most {_LARGEST_FLOAT:g} in size, as float32 holds it")
+    for name, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        _check_number(f"{key}.{name}", item)
 
 
 def _values(config: Any, prefix: str) -> Iterator[tuple[Field, Any]]:

@@ -27,7 +27,7 @@ def _model(model: nn.Module) -> Qwen3ForCausalLM:
 
 def _kinds(config: Qwen3Config) -> tuple[str, ...]:
     """The layer kind of every layer."""
-    return tuple(KIND_OF_TYPE[t] for t in config.layer_types)
+    return tuple(KIND_OF_TYPE[t] for t in config.layer_types or ())
 
 
 def _named(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:

@@ -38,6 +38,9 @@ def test_help_shows_experiments_and_an_example(capsys: pytest.CaptureFixture[str
     code, out, _ = answer(capsys, "train", "--help")
     assert code == 0 and "quickstart  " in out and "Convert the shipped" in out
     assert "csbp train experiment=quickstart run_dir=" in out
+    code, out, _ = answer(capsys, "generate", "--help")
+    assert code == 0 and all(f"  {name} " in out for name in ("model", "prompt", "threshold", "seed", "device"))
+    assert "no chat template is applied" in out
     assert answer(capsys, "--version")[1] == f"csbp {__version__}\n"
 
 
@@ -46,8 +49,12 @@ def test_help_shows_experiments_and_an_example(capsys: pytest.CaptureFixture[str
     (["train", "experiment=quickstart", "trian.steps=3"],
      "csbp: trian.steps='3': no such setting; did you mean train.steps?\n"),
     (["export"], "run_dir=DIR"), (["export", "rundir=x"], "did you mean run_dir?"),
+    (["export", "/"], "did you mean run_dir=/?"),
     (["export", "run_dir"], "write run_dir"), (["export", "run_dir=/no/such"], "no such folder"),
-    (["generate"], "model=DIR"), (["frobnicate"], "invalid choice")])
+    (["generate"], "model=DIR"), (["frobnicate"], "frobnicate: no such command; commands: train, check"),
+    (["trian", "experiment=quickstart"], "did you mean train?"), (["train", "quickstart"], "experiment=quickstart?"),
+    (["generate", "model=/", "prompt=\udcff"], "prompt='\\udcff': is not UTF-8 text"),
+    (["train", "experiment=quickstart", "run_dir=a\udcff"], "run_dir='a\\udcff': is not UTF-8 text")])
 def test_exit_code_2(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     code, _, err = answer(capsys, *words)
     assert code == 2 and said in err

@@ -146,7 +146,20 @@ def test_the_experiment_is_asked_for(word: str, said: str) -> None:
     ("hydra: {run: {dir: x}}", "hydra", {"run": {"dir": "x"}}, "no such setting"),
     ("_target_: os.system", "_target_", "os.system", "no such setting"),
     ("a: [", "experiment", None, "not valid YAML"),
-    ("- 1", "experiment", None, "must hold a mapping"),
+    ("- 1", "experiment", None, "must hold a mapping of settings, not a list"),
+    ("hello", "experiment", None, "not one value"),
+    ("seed: 1\ntrain:\n\tsteps: 3", "experiment", None, "mine.yaml\", line 3"),
+    ("seed: 1\nnull: 3", "experiment", None, "line 2: the key 'null' is no name"),
+    ("train:\n  3: 3", "experiment", None, "line 2: the key '3' is no name"),
+    ("? [a]\n: 3", "experiment", None, "line 1: a key must be a name"),
+    ("seed: 1\nmodel: &a\n  shape: {b: *a}", "experiment", None, "line 2: an anchor holds itself"),
+    ("model: {shape: " + "{a: " * 90 + "1" + "}" * 90 + "}", "experiment", None, "too deep"),
+    ("model: {shape: " + "{a: " * 5000 + "1" + "}" * 5000 + "}", "experiment", None, "nested too deeply"),
+    ("seed: 1\n---\nseed: 2", "experiment", None, "single document"),
+    ("defaults: [your_file]", "experiment", None, "this file itself"),
+    ("defaults: [nope]", "experiment", None, "its defaults list: Could not load 'experiment/nope'"),
+    ("train.steps: 3", "train.steps", 3, "train: {steps: ...}"),
+    ("seed: 1\ndata:\n  sources:\n  - {path: x}\n  - pth: 1", "data.sources.1.pth", 1, "line 5)"),
     ("defaults: 3", "experiment", None, "must be a list"),
     ("defaults: [{override /modle: x}]", "experiment", None, "modle"),
     ("defaults: [{override /model: x}]", "experiment", None, "model/x"),
@@ -157,6 +170,55 @@ def test_a_wrong_file_is_named_with_its_fix(tmp_path: Path, text: str, field: st
         compose_run([own(tmp_path, text)])
     assert caught.value.field == field and said in caught.value.fix
     assert caught.value.value == (value if value is not None else str(tmp_path / "mine.yaml"))
+
+
+def test_a_file_that_is_no_utf8_is_named_with_the_line(tmp_path: Path) -> None:
+    word = own(tmp_path, "")
+    compose_run([f"{word}", "model.path=x"])  # an empty one is the defaults alone
+    (tmp_path / "mine.yaml").write_bytes(b"seed: 1\n# caf\xe9\n")
+    with pytest.raises(ConfigError, match=r"mine.yaml': line 2 is not UTF-8"):
+        compose_run([word])
+
+
+def test_an_open_reference_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.path=.*has an open \$\{.*mine.yaml, line 1"):
+        compose_run([own(tmp_path, "model: {path: '${'}")])
+
+
+def test_a_mapping_given_whole_replaces_and_a_key_of_it_joins() -> None:
+    shape = compose_run([Q, "model=tiny_qwen3"]).model.shape
+    assert len(shape) > 3
+    joined = compose_run([Q, "model=tiny_qwen3", "model.shape.hidden_size=32"]).model.shape
+    assert joined == {**shape, "hidden_size": 32}
+    assert compose_run([Q, "model=tiny_qwen3", "model.shape={hidden_size: 32}"]).model.shape == {"hidden_size": 32}
+    assert compose_run([Q, "model=tiny_qwen3", "model.shape={}"]).model.shape == {}
+    words = ["model.shape={a: 1}", "model.shape.b=2", "model.shape={c: 3}", "model.shape.d=4"]
+    assert compose_run([Q, *words]).model.shape == {"c": 3, "d": 4}  # in the order of the words
+    columns = compose_run([Q, "data.sources=[{path: x, columns: {text: a}}]", "data.sources.0.columns={messages: b}"])
+    assert columns.data.sources[0].columns == {"messages": "b"}
+
+
+@pytest.mark.parametrize(("word", "said"), [
+    ("quickstart", "did you mean experiment=quickstart?"), ("quikstart", "did you mean experiment=quickstart?"),
+    ("mine.yaml", "did you mean experiment=mine.yaml?"), ("mine", "did you mean experiment=mine.yaml?"),
+    ("runs/a", "did you mean run_dir=runs/a?"), ("folder", "did you mean run_dir=folder?"),
+    ("experiment=mine", "did you mean experiment=mine.yaml?"), ("whatever", "write whatever=VALUE")])
+def test_a_bare_word_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    own(tmp_path, "")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError) as caught:
+        compose_run([word])
+    assert said in caught.value.fix
+
+
+@pytest.mark.parametrize(("word", "said"), [
+    ("/", "did you mean model=/?"), ("builtin:tiny_ar", "did you mean model=builtin:tiny_ar?"),
+    ("def add(a, b):", "did you mean 'prompt=def add(a, b):'?"), ("nowhere", "write nowhere=VALUE")])
+def test_a_bare_word_of_generate_is_understood(word: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_generate([word])
+    assert said in caught.value.fix
 
 
 def test_generate_has_no_groups() -> None:

@@ -23,3 +23,4 @@ def test_the_page_has_every_setting() -> None:
     for field in (*fields_of(RunConfig), *fields_of(GenerateConfig)):
         if not field.is_section and not field.key.startswith("data.validation."):
             assert f"| `{field.key}` |" in page
+            assert field.help, field.key

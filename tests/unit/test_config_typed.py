@@ -53,7 +53,9 @@ def test_configurations_cannot_be_changed() -> None:
 
 @pytest.mark.parametrize(("text", "field", "said"), [
     ("train: {steps: x}", "train.steps", "must be an integer"), ("train: {stps: 1}", "train.stps", "train.steps"),
-    ("a: [", "config", "not valid YAML"), ("seed: ${oc.env:HOME}", "seed", "only references")])
+    ("a: [", "config", "not valid YAML"),
+    ("3", "config", "not one value"), ("null: 3", "config", "line 1"),
+    ("seed: ${oc.env:HOME}", "seed", "only references")])
 def test_a_damaged_file_is_refused(tmp_path: Path, text: str, field: str, said: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:

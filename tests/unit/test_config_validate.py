@@ -98,6 +98,15 @@ STDLIB = SourceConfig(path="@stdlib")
     ((), {"optim.beta1": 1.0}, "optim.beta1", "below 1"),
     ((), {"optim.lr": math.nan}, "optim.lr", "finite"),
     ((), {"optim.lr": math.inf}, "optim.lr", "finite"),
+    ((), {"optim.lr": 1e300}, "optim.lr", "from 0 to 1000"),
+    ((), {"data.sources.0.weight": 1e300}, "data.sources.0.weight", "at most 1e+38"),
+    ((), {"train.steps": 10**30}, "train.steps", "at most 9,223,372,036,854,775,807"),
+    ((), {"seed": 2**63}, "seed", "at most 9,223,372,036,854,775,807"),
+    ((), {"train.eval_seed": -1}, "train.eval_seed", "at least 0"),
+    ((), {"parallel.timeout_seconds": 10**18}, "parallel.timeout_seconds", "to 10,000,000"),
+    ((), {"data.seq_len": 2**31}, "data.seq_len", "to 1,073,741,824"),
+    ((), {"model.init": "random", "model.shape": {"rope": {"a": [1, math.inf]}}}, "model.shape.rope.a.1", "finite"),
+    ((), {"model.init": "random", "model.shape": {"hidden_size": 10**30}}, "model.shape.hidden_size", "at most"),
 ])
 def test_a_bad_combination_names_field_and_fix(folder: Path, words: tuple[str, ...], values: dict[str, Any],
                                                field: str, said: str) -> None:
