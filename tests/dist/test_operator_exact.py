@@ -40,6 +40,7 @@ PACKS = {
     "some blocks": make_layout(make_pack([9, 14], targets=[[8], [0, 13]]), 3).geometry,
     "anchors": anchor_geometry([7, 2, 12], [(0, 3), (0, 4), (1, 2), (2, 1), (2, 11), (2, 12)], 4),
     "one anchor": anchor_geometry([9], [(0, 6)], 5),
+    "more anchors than text": anchor_geometry([2], [(0, 2), (0, 1), (0, 2), (0, 0), (0, 2)], 3),
 }
 
 
@@ -87,10 +88,10 @@ class Share:
     sent_noise: bool
 
 
-def run_kinds(geometry: Geometry, kinds: tuple[LayerKind, ...]) -> list[Share]:
+def run_kinds(geometry: Geometry, kinds: tuple[LayerKind, ...], exchange: str = "exact") -> list[Share]:
     """Every kind once, forward and backward, with one plan for all of them."""
     world = dist.get_world_size()
-    plan = plan_rank(geometry, kinds, world, dist.get_rank())
+    plan = plan_rank(geometry, kinds, world, dist.get_rank(), exchange=exchange)
     shares = []
     for kind in kinds:
         transport = Spy(dist.group.WORLD) if world > 1 else LocalTransport()
@@ -104,12 +105,12 @@ def run_kinds(geometry: Geometry, kinds: tuple[LayerKind, ...]) -> list[Share]:
         clean = len(plan.rows.clean)
         out = attend_distributed(query, key[:clean], value[:clean], key[clean:], value[clean:], bound, kind.name)
         grads = torch.autograd.grad(out, (query, key, value), padded["dout"][queries])
-        exchange = plan.kinds[kind.name].exchange
+        moves = plan.kinds[kind.name].exchange
         sent = [rows for label, rows in getattr(transport, "seen", []) if label == "keys"]
         shares.append(Share(
             keys, queries, out.detach(), dict(zip(("query", "key", "value"), grads, strict=True)),
             transport.sent_rows, transport.sent_bytes,
-            {"keys": 2 * sum(exchange.send_counts), "gradients": sum(exchange.receive_counts)},
+            {"keys": 2 * sum(moves.send_counts), "gradients": sum(moves.receive_counts)},
             any(bool((rows[..., channel] > 0).any()) for rows in sent for channel in (0, DIM))))
     return shares
 
@@ -136,7 +137,22 @@ def test_output_and_gradients_are_those_of_dense_attention(ranks, pack, world):
     geometry = PACKS[pack]
     drafts = tuple(kind for kind in KINDS if kind.clean == "absent")
     kinds = drafts if "anchor" in pack else KINDS
-    by_rank = ranks(world, run_kinds, geometry, kinds)
+    check(ranks(world, run_kinds, geometry, kinds), geometry, kinds)
+
+
+@pytest.mark.parametrize("exchange", ["exact", "all_gather"])
+def test_a_rank_without_clean_rows_in_a_pass_over_clean_rows_alone(ranks, exchange):
+    """It has blocks of its own, and no query and no key at all in that pass, forward or backward."""
+    geometry, kinds = PACKS["more anchors than text"], tuple(k for k in KINDS if k.clean == "absent" or not k.noised)
+    by_rank = ranks(4, run_kinds, geometry, kinds, exchange)
+    alone = [kind.noised for kind in kinds].index(False)
+    empty = [rank for rank in by_rank if not len(rank[alone].queries)]
+    assert 2 <= len(empty) < 4 and all((rank[-1].keys >= 0).any() and not len(rank[alone].keys) for rank in empty)
+    check(by_rank, geometry, kinds)
+
+
+def check(by_rank: list[list[Share]], geometry: Geometry, kinds: tuple[LayerKind, ...]) -> None:
+    """Every kind's output and gradients against dense attention over the whole pack."""
     for i, kind in enumerate(kinds):
         shares = [rank[i] for rank in by_rank]
         sees = torch.from_numpy(dense_mask(geometry, kind))
