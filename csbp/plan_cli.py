@@ -44,15 +44,23 @@ def run_plan(words: Sequence[str], *, json_only: bool = False, picture: str = ""
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel,
                                                                           nproc=config.parallel.csbp))
     validate_plan(config)
-    if picture and not picture.endswith((".svg", ".png")):
+    if picture and Path(picture).suffix not in (".svg", ".png"):
         raise ConfigError("--picture", picture, "must end in .svg or .png")
     result = plan_result(config)
-    print(json.dumps(as_json(result)), flush=True) if json_only else show(result)
     if picture:
-        from csbp.observe.picture import draw_plan
-
-        draw_plan(result.chosen.plan, Path(picture).expanduser(), title=_title(config, result))
+        _draw(config, result, picture)
+    print(json.dumps(as_json(result)), flush=True) if json_only else show(result)
     return 0
+
+
+def _draw(config: RunConfig, result: PlanResult, picture: str) -> None:
+    from csbp.observe.picture import draw_plan
+
+    try:
+        draw_plan(result.chosen.plan, Path(picture).expanduser(), title=_title(config, result))
+    except OSError as error:
+        reason = f"{error.strerror}: {error.filename!r}"
+        raise ConfigError("--picture", picture, f"cannot be written: {reason}; name another file") from error
 
 
 def plan_result(config: RunConfig) -> PlanResult:

@@ -113,6 +113,9 @@ def test_the_report_says_what_fits_and_what_is_faster(capsys: pytest.CaptureFixt
     (["data.document_lengths=/no/such/file"], "data.document_lengths='/no/such/file': cannot be read: No such file"),
     (["model.family=other"], "model.family='other'"), (["plan.device=tpu"], "plan.device='tpu'"),
     (["--picture", "plan.pdf"], "--picture='plan.pdf': must end in .svg or .png"),
+    (["--picture", ".svg"], "--picture='.svg': must end in .svg or .png"),
+    (["--picture", "/dev/null/plan.svg"], "/dev/null/plan.svg': cannot be written: File exists: '/dev/null'"),
+    (["--picture", "/proc/plan.png"], "--picture='/proc/plan.png': cannot be written: No such file"),
     (["--jsn"], "unrecognized arguments: --jsn")])
 def test_refusals(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     code, out, err = answer(capsys, "experiment=nemotron_8b_sft", *words)
