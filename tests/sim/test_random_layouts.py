@@ -15,11 +15,13 @@ import pytest
 import torch
 from drawn import Case, draw_case, draw_kind, mask_of_pack
 from oracle import dense_attention, dense_mask
+from packs import anchor_geometry
 from torch import Tensor
 
 from csbp.attention.operator import BoundPlan
 from csbp.attention.phases import Phases, backward_phases, forward_phases
 from csbp.comm.loopback import LoopbackWorld
+from csbp.plan.geometry import LayerKind
 from csbp.plan.plan import PackPlan, RankPlan
 from csbp.plan.ranges import RowRanges
 
@@ -179,7 +181,20 @@ def check_counters(ranks: list[Rank], world: LoopbackWorld, name: str) -> None:
 
 @pytest.mark.parametrize(("seed", "ways"), SAMPLE + PROOF)
 def test_simulated_ranks_equal_dense_attention(seed: int, ways: list[tuple[str, str]]) -> None:
-    case = draw_case(seed)
+    check_case(draw_case(seed), seed, ways)
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_rank_without_clean_rows_in_a_pass_over_clean_rows_alone(window: int | None) -> None:
+    case = Case(anchor_geometry([2, 1], [(0, 2), (1, 1), (0, 0), (1, 0), (0, 1)], 3),
+                LayerKind("alone", noised=False, window=window), 8)
+    empty = [rank for rank in planned(case, "csbp", "exact") if not len(rank.queries) and not len(rank.keys)]
+    assert any((rank.plan.rows.noised >= 0).any() for rank in empty)
+    check_case(case, 0, WAYS)
+
+
+def check_case(case: Case, seed: int, ways: list[tuple[str, str]]) -> None:
+    """A case in each way against dense attention."""
     sees, tensors = mask_of_pack(case.geometry, case.kind), inputs(case, seed)
     leaves = [x[:-1].clone().requires_grad_() for x in tensors[:3]]
     dense = dense_attention(leaves[0] * SCALE * DIM ** 0.5, leaves[1], leaves[2], torch.from_numpy(sees))
