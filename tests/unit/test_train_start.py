@@ -13,11 +13,11 @@ import pytest
 from runs import make_corpus, tiny_run
 
 from csbp.config.schema import RunConfig, SourceConfig
-from csbp.data.stream import Cursor, open_stream
+from csbp.data.stream import Cursor
 from csbp.data.tokenizer import load_tokenizer
 from csbp.errors import ConfigError
-from csbp.train.learnable import expect_learnable
 from csbp.train.progress import Progress, check_same_data
+from csbp.train.ready import open_data
 
 AR = {"kind": "autoregressive", "clean_stream": "token_causal"}
 SHIFTED = {"clean_stream": "token_causal", "label_shift": True}
@@ -36,9 +36,7 @@ def texts(folder: Path, *contents: str) -> list[SourceConfig]:
 
 
 def start(config: RunConfig) -> None:
-    tokenizer = load_tokenizer(config.data.tokenizer, config.model.family)
-    streams = [open_stream(config.data, seed=0, tokenizer=tokenizer, split=s) for s in ("train", "validation")]
-    expect_learnable(config, *streams)
+    open_data(config, load_tokenizer(config.data.tokenizer, config.model.family))
 
 
 @pytest.mark.parametrize("objective", [AR, SHIFTED])
