@@ -18,7 +18,7 @@ import pytest
 from csbp import supervise as module
 from csbp.cli import main
 from csbp.config.compose import compose_run
-from csbp.errors import ConfigError
+from csbp.errors import ConfigError, UserError
 from csbp.launch import rank_commands, refuse_lone_process, started_ranks
 from csbp.supervise import RankCommand, supervise
 
@@ -72,6 +72,12 @@ def test_all_ranks_end_well(tmp_path: Path) -> None:
     outcome = supervise([python("pass"), python("import os; print('rank', os.environ['RANK'])", log, RANK="1")])
     assert (outcome.codes, outcome.first, outcome.message, outcome.exit_code) == ((0, 0), None, "", 0)
     assert log.read_text() == "rank 1\n"
+
+
+def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("in the way")
+    with pytest.raises(UserError, match=f"{tmp_path}/logs/rank-1.log: cannot be written"):
+        supervise([python("import time; time.sleep(600)"), python("pass", tmp_path / "logs" / "rank-1.log")])
 
 
 def test_a_failing_rank_ends_the_job_and_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
