@@ -66,17 +66,17 @@ def _console() -> Console:
 
 def _check_devices(config: RunConfig, out: Console) -> torch.device:
     parallel = config.parallel
-    dp, csbp = mesh_sizes(parallel, parallel.nproc)
+    dp, csbp, tp = mesh_sizes(parallel, parallel.nproc)
+    mesh = f"dp={dp} x csbp={csbp}" + (f" x tp={tp}" if tp > 1 else "")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", parallel.nproc))
     device = choose_device(parallel.device, here - 1)
     out.print(_heading("Devices"))
     if device.type == "cuda":
         name = torch.cuda.get_device_name(0)
-        out.print(f"  {here} of {torch.cuda.device_count()} GPUs ({name}), dp={dp} x csbp={csbp}")
+        out.print(f"  {here} of {torch.cuda.device_count()} GPUs ({name}), {mesh}")
     else:
         cores = os.cpu_count() or 1
-        out.print(f"  {parallel.nproc} CPU ranks x {parallel.threads} threads on {cores} cores, "
-                  f"dp={dp} x csbp={csbp}")
+        out.print(f"  {parallel.nproc} CPU ranks x {parallel.threads} threads on {cores} cores, {mesh}")
         if parallel.nproc * parallel.threads > cores:
             _warn(out, f"more threads than cores; parallel.nproc={max(cores // parallel.threads, 1)} would be faster")
         if config.train.dtype == "bfloat16":

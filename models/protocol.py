@@ -73,6 +73,11 @@ class ModelAdapter(Protocol):
         """The modules that FSDP shards and gathers as one, in forward order (usually the decoder layers)."""
         ...
 
+    def tp_plan(self, model: nn.Module) -> Mapping[str, str]:
+        """How tensor parallelism splits the model: module name, in which ``*`` stands for anything -> style, named as
+        in the plans of transformers' models (``parallel.tensor``). Empty: this family cannot be split."""
+        ...
+
     def forward(self, model: nn.Module, batch: LocalBatch, plan: BoundPlan | CachedPlan) -> Tensor:
         """Logits [E, V] of ``batch.loss_rows``, in the model's compute dtype. Must run its collectives and
         touch the model's parameters on every rank, also with E = 0."""

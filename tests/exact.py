@@ -6,7 +6,7 @@ tiny one, in float64. Shapes: S local rows of a rank, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from csbp.diffusion.build import build_layout
 from csbp.diffusion.layout import StreamLayout
 from csbp.diffusion.loss import denominator, term_sums
 from csbp.models.registry import get_adapter
-from csbp.parallel.fsdp import shard_model
+from csbp.parallel.apply import parallelize
 from csbp.parallel.runtime import start_runtime
 from csbp.plan.plan import plan_rank
 from csbp.train.scatter import scatter
@@ -49,10 +49,10 @@ def layouts(packs: Sequence[PackedBatch], how: Noising, step: int = 0) -> list[S
             for pack in packs]
 
 
-def csbp_model() -> nn.Module:
+def csbp_model(**shape: Any) -> nn.Module:
     """The oracle's model with csbp's attention."""
     interface.register()
-    return tiny_model(attention=interface.NAME)
+    return tiny_model(attention=interface.NAME, **shape)
 
 
 @dataclass(frozen=True)
@@ -112,19 +112,22 @@ def step_here(model: nn.Module, streams: Sequence[StreamLayout], clean: str) -> 
 
 
 def step_on_ranks(packs: Sequence[PackedBatch], how: Noising, csbp: int | None = None,
-                  document: int | None = None) -> Share:
+                  document: int | None = None, parallel: Mapping[str, Any] | None = None,
+                  shape: Mapping[str, Any] | None = None) -> Share:
     """One step without the update, on the ranks of the current process group (run it through ``ranks``).
 
     Args:
         packs, how: the step's input.
         csbp: size of the sequence axis, by default all ranks.
         document: if given, only this document of every pack has a loss.
+        parallel: further fields of ``ParallelConfig``.
+        shape: fields of the model's configuration.
     """
-    config = ParallelConfig(nproc=dist.get_world_size(), csbp=csbp, device="cpu")
+    config = ParallelConfig(nproc=dist.get_world_size(), csbp=csbp, device="cpu", **parallel or {})
     runtime = start_runtime(config, lambda: Path("unused"))
-    adapter, model = get_adapter("qwen3"), csbp_model()
+    adapter, model = get_adapter("qwen3"), csbp_model(**shape or {})
     layers = len(adapter.units(model))
-    shard_model(model, adapter.units(model), runtime.shard_mesh, torch.float64)
+    parallelize(model, adapter.units(model), config, runtime, torch.float64, adapter.tp_plan(model))
     runner = StepRunner(model, adapter, runtime, "reference")
     works = runner.prepare(packs, how, step=0)
     if document is not None:
@@ -165,10 +168,10 @@ def planned_rows(works: Sequence[Work], layers: int) -> dict[str, int]:
             "gradients": layers * sum(sum(p.exchange.receive_counts) for p in plans)}
 
 
-def expected(packs: Sequence[PackedBatch], how: Noising) -> Answer:
-    """The oracle's answer to the same step."""
+def expected(packs: Sequence[PackedBatch], how: Noising, **shape: Any) -> Answer:
+    """The oracle's answer to the same step; ``shape`` overrides fields of the model's configuration."""
     with exact_norms():
-        return oracle(tiny_model(), layouts(packs, how), how.objective.block_size, how.objective.clean_stream)
+        return oracle(tiny_model(**shape), layouts(packs, how), how.objective.block_size, how.objective.clean_stream)
 
 
 def assert_same_grads(found: dict[str, Tensor], wanted: dict[str, Tensor], **tolerance: float) -> None:

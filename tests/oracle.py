@@ -44,13 +44,14 @@ def tiny_model(seed: int = 0, *, vocab: int = 40, layers: int = 2, attention: st
                **shape: object) -> nn.Module:
     """A stock float64 Qwen3ForCausalLM with weights so large that every key matters to the rows that see it.
 
-    ``shape`` adds fields of the model's config.
+    ``shape`` overrides fields of the model's config.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(vocab_size=vocab, hidden_size=24, intermediate_size=40, num_hidden_layers=layers,
-                         num_attention_heads=4, num_key_value_heads=2, head_dim=8, rope_theta=100.0,
-                         max_position_embeddings=512, tie_word_embeddings=False, use_cache=False, **shape)
+    fields = {"vocab_size": vocab, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": layers,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rope_theta": 100.0,
+              "max_position_embeddings": 512, "tie_word_embeddings": False, "use_cache": False}
+    config = Qwen3Config(**{**fields, **shape})
     config._attn_implementation = attention
     model = Qwen3ForCausalLM(config).to(torch.float64).eval()
     random = torch.Generator().manual_seed(seed)

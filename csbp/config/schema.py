@@ -100,7 +100,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Ranks and mesh axes: nproc = dp x csbp. The sequence axis is called csbp whatever its kind."""
+    """Ranks and mesh axes: nproc = dp x csbp x tp. The sequence axis is called csbp whatever its kind."""
 
     nproc: int = option(1, "all ranks of the run, the product of the mesh axes", low=1, high=2**20)
     kind: str = option("csbp", "csbp: blocks whole on a rank, clean rows sharded; context: both streams sharded; "
@@ -111,6 +111,8 @@ class ParallelConfig:
     gradient_wire: str = option("compute", "dtype in which gradients of keys travel home; they are summed in float32 "
                                 "either way", choices=("compute", "float32"))
     csbp: int | None = option(None, "size of the sequence axis; null: all remaining ranks", low=1)
+    tp: int = option(1, "ranks that share the heads and MLP columns of the same rows (tensor parallelism); "
+                     "neighbours, so that they lie in one node", low=1)
     dp_replicate: int = option(1, "copies of the sharded weights among the replicas (hybrid sharding)", low=1)
     checkpointing: str = option("none", "what a layer's backward computes again: nothing, all of it, or all but "
                                 "attention", choices=("none", "full", "attention"))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from csbp.config.fields import Field, fields_of, nearest_name
+from csbp.config.mesh import check_mesh
 from csbp.config.places import builtin_models, families, planned_families, recipes
 from csbp.config.schema import GenerateConfig, RunConfig
 from csbp.config.sources import STDLIB, check_sources, named_sources
@@ -215,17 +216,8 @@ def _check_data(config: RunConfig) -> None:
 
 
 def _check_numbers(config: RunConfig) -> None:
-    parallel, optim = config.parallel, config.optim
-    if parallel.csbp is not None and parallel.nproc % parallel.csbp:
-        divisors = [n for n in range(1, parallel.nproc + 1) if parallel.nproc % n == 0]
-        raise ConfigError("parallel.csbp", parallel.csbp, f"must divide parallel.nproc={parallel.nproc}: one of "
-                                                          f"{', '.join(map(str, divisors))}")
-    if parallel.kind == "data" and parallel.csbp not in (None, 1):
-        raise ConfigError("parallel.csbp", parallel.csbp, "parallel.kind=data has no sequence axis; leave it out")
-    replicas = parallel.nproc // (1 if parallel.kind == "data" else parallel.csbp or parallel.nproc)
-    if replicas % parallel.dp_replicate:
-        raise ConfigError("parallel.dp_replicate", parallel.dp_replicate,
-                          f"must divide the {replicas} data-parallel replicas (nproc / csbp)")
+    optim = config.optim
+    check_mesh(config.parallel)
     for name in ("beta1", "beta2"):
         if getattr(optim, name) == 1:
             raise ConfigError(f"optim.{name}", 1.0, "must be below 1")

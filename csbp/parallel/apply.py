@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -11,18 +11,26 @@ from csbp.config.schema import ParallelConfig
 from csbp.parallel.activations import apply_checkpointing
 from csbp.parallel.fsdp import shard_model
 from csbp.parallel.runtime import Runtime
+from csbp.parallel.tensor import split_model
 
 
 def parallelize(model: nn.Module, units: Sequence[nn.Module], config: ParallelConfig, runtime: Runtime,
-                compute: torch.dtype) -> nn.Module:
-    """Checkpoint, compile and shard a model, in place.
+                compute: torch.dtype, plan: Mapping[str, str] | None = None) -> nn.Module:
+    """Split, checkpoint, compile and shard a model, in place.
 
     Args:
         model: full-size float32 parameters on the rank's device, equal on every rank.
         units: what is checkpointed, compiled and gathered as one, in forward order.
         compute: dtype of forward and backward.
+        plan: how the family splits over the tp axis (``ModelAdapter.tp_plan``).
+
+    Raises:
+        ConfigError: the model cannot be split.
     """
-    # Checkpointing first: the compiler must see it to decide what to keep.
+    # Splitting first: it exchanges parameters and hooks modules, which all that follows must see.
+    if runtime.tp_mesh is not None:
+        split_model(model, plan or {}, runtime.tp_mesh)
+    # Checkpointing before compilation: the compiler must see it to decide what to keep.
     apply_checkpointing(units, config.checkpointing, config.offload)
     if config.compile:
         for unit in units:

@@ -1,6 +1,6 @@
 """The ranks of a run: process group, mesh, device, and the few collectives that the trainer asks for.
 
-Ranks are numbered csbp fastest: rank = dp_rank * csbp + csbp_rank.
+Ranks are numbered tp fastest, then csbp: rank = (dp_rank * csbp + csbp_rank) * tp + tp_rank.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from csbp.comm.transport import LocalTransport, ProcessGroupTransport, Transport
+from csbp.config.mesh import axis_sizes, check_mesh
 from csbp.config.schema import ParallelConfig
 from csbp.errors import ConfigError
 from csbp.parallel.rendezvous import open_store, prepare_in_turn
@@ -29,12 +30,13 @@ class Runtime:
     Attributes:
         rank, world, local_rank: as torchrun numbers them.
         device: where this rank computes.
-        dp, csbp: sizes of the mesh axes; dp_rank, csbp_rank: this rank's place on them.
-        shard_mesh: for FSDP: one axis over all ranks, or two where weights are also replicated.
-        transport: moves rows along the csbp axis.
+        dp, csbp, tp: sizes of the mesh axes; dp_rank, csbp_rank, tp_rank: this rank's place on them.
+        shard_mesh: for FSDP: one axis over all ranks of equal tp_rank, or two where weights are also replicated.
+        transport: moves rows along the csbp axis, each rank its own heads.
         scheme, exchange: how packs are planned over the csbp axis (see ``PackPlan``).
         gradient_wire: dtype in which gradients of keys travel home; None: the compute dtype.
         run_dir: the run folder, the same on every rank.
+        tp_mesh: the tp axis, whose ranks hold the same rows; None where it has one rank.
     """
 
     rank: int
@@ -49,16 +51,28 @@ class Runtime:
     scheme: str = "csbp"
     exchange: str = "exact"
     gradient_wire: torch.dtype | None = None
+    tp: int = 1
+    tp_mesh: DeviceMesh | None = None
 
     @property
     def dp_rank(self) -> int:
         """Which data-parallel replica this rank belongs to."""
-        return self.rank // self.csbp
+        return self.rank // (self.csbp * self.tp)
 
     @property
     def csbp_rank(self) -> int:
         """This rank's place on the sequence axis."""
-        return self.rank % self.csbp
+        return self.rank // self.tp % self.csbp
+
+    @property
+    def tp_rank(self) -> int:
+        """This rank's place among those that hold the same rows."""
+        return self.rank % self.tp
+
+    @property
+    def first_of_replica(self) -> bool:
+        """True on one rank of each replica: the one that counts what all of them know."""
+        return self.rank % (self.csbp * self.tp) == 0
 
     @property
     def main(self) -> bool:
@@ -116,20 +130,16 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def mesh_sizes(config: ParallelConfig, world: int) -> tuple[int, int]:
-    """(dp, csbp) for ``world`` ranks.
+def mesh_sizes(config: ParallelConfig, world: int) -> tuple[int, int, int]:
+    """(dp, csbp, tp) for ``world`` ranks.
 
     Raises:
         ConfigError: the axes do not multiply to the number of ranks.
     """
     if config.nproc != world:
         raise ConfigError("parallel.nproc", config.nproc, f"WORLD_SIZE is {world}; set parallel.nproc={world}")
-    csbp = 1 if config.kind == "data" else config.csbp or world
-    if world % csbp:
-        raise ConfigError("parallel.csbp", csbp, f"must divide parallel.nproc={world}")
-    if world // csbp % config.dp_replicate:
-        raise ConfigError("parallel.dp_replicate", config.dp_replicate, f"must divide the {world // csbp} replicas")
-    return world // csbp, csbp
+    check_mesh(config)
+    return axis_sizes(config)
 
 
 def start_runtime(config: ParallelConfig, run_dir: Callable[[], Path],
@@ -143,7 +153,7 @@ def start_runtime(config: ParallelConfig, run_dir: Callable[[], Path],
     """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    dp, csbp = mesh_sizes(config, world)
+    dp, csbp, tp = mesh_sizes(config, world)
 
     def prepare() -> str:
         choose_device(config.device, local_rank)
@@ -164,13 +174,16 @@ def start_runtime(config: ParallelConfig, run_dir: Callable[[], Path],
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world, store=store, timeout=timeout,
             device_id=device if device.type == "cuda" else None)
-    mesh = init_device_mesh(device.type, (dp, csbp), mesh_dim_names=("dp", "csbp"))
+    # Two views of the same ranks: rows travel along csbp; weights are sharded over dp x csbp, copies apart.
+    rows = init_device_mesh(device.type, (dp, csbp, tp), mesh_dim_names=("dp", "csbp", "tp"))
     copies = config.dp_replicate
-    shard = mesh._flatten("shard") if copies == 1 else init_device_mesh(
-        device.type, (copies, world // copies), mesh_dim_names=("replicate", "shard"))
-    transport: Transport = ProcessGroupTransport(mesh["csbp"].get_group()) if csbp > 1 else LocalTransport()
-    runtime = Runtime(rank, world, local_rank, device, dp, csbp, shard, transport, Path(),
+    weights = init_device_mesh(device.type, (copies, world // tp // copies, tp),
+                               mesh_dim_names=("replicate", "shard", "tp"))
+    transport: Transport = ProcessGroupTransport(rows["csbp"].get_group()) if csbp > 1 else LocalTransport()
+    runtime = Runtime(rank, world, local_rank, device, dp, csbp,
+                      weights["shard"] if copies == 1 else weights["replicate", "shard"], transport, Path(),
                       scheme="csbp" if config.kind == "data" else config.kind, exchange=config.exchange,
-                      gradient_wire=torch.float32 if config.gradient_wire == "float32" else None)
+                      gradient_wire=torch.float32 if config.gradient_wire == "float32" else None, tp=tp,
+                      tp_mesh=weights["tp"] if tp > 1 else None)
     runtime.run_dir = Path(runtime.on_main(run_dir) if folder is None else folder)
     return runtime

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from csbp.checkpoint.huggingface import FAMILY_KEY, read_config
 from csbp.checkpoint.reading import model_files, resolve_model_folder
+from csbp.config.mesh import check_split
 from csbp.config.schema import RunConfig
 from csbp.data.stream import PackStream, open_stream, prepare_corpora
 from csbp.data.tokenizer import next_free_id
@@ -54,6 +55,7 @@ def check_model(config: RunConfig) -> ReadyModel:
     adapter = get_adapter(config.model.family)
     tokenizer = run_tokenizer(config)
     model = build_on_meta(config, adapter)
+    check_split(config.parallel.tp, adapter.export_config(model, {}))
     rows: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment, operator]
     mask, last = mask_token(config, tokenizer, rows), next_free_id(tokenizer) - 1
     if last >= rows:

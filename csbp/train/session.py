@@ -77,7 +77,7 @@ def open_session(config: RunConfig, runtime: Runtime) -> Session:
     mask = mask_token(config, tokenizer, rows=model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
     model.to(runtime.device)
     compute = torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32
-    parallelize(model, adapter.units(model), config.parallel, runtime, compute)
+    parallelize(model, adapter.units(model), config.parallel, runtime, compute, adapter.tp_plan(model))
     objective, noise = evaluation_of(config.objective, config.noise, config.train.eval_t_min)
     return Session(
         config, runtime, tokenizer, adapter, model, build_optimizer(model, config.optim),

@@ -86,7 +86,7 @@ class StepRunner:
     def __init__(self, model: nn.Module, adapter: ModelAdapter, runtime: Runtime, backend: str,
                  shape: ModelShape | None = None) -> None:
         self.model, self.adapter, self.runtime, self.backend = model, adapter, runtime, backend
-        self.shape = shape  # for counting FLOPs; None: not counted
+        self.shape = shape  # for balancing kinds of layers and counting FLOPs; None: kinds weigh alike, not counted
 
     def prepare(self, packs: Sequence[PackedBatch], noising: Noising, step: int) -> list[Work]:
         """This rank's micro-batches of a step's packs: pack i goes to replica i mod dp.
@@ -95,6 +95,7 @@ class StepRunner:
         """
         runtime = self.runtime
         kinds = self.adapter.layer_kinds(self.model, noising.objective.clean_stream)
+        weights = self.shape.weights(kinds) if self.shape else None
         rounds = -(-len(packs) // runtime.dp)
         mine = list(packs[runtime.dp_rank::runtime.dp])
         mine += [empty_batch()] * (rounds - len(mine))
@@ -102,7 +103,7 @@ class StepRunner:
         for pack in mine:
             layout = noising.layout(pack, step)
             plan = plan_rank(layout.geometry, kinds, runtime.csbp, runtime.csbp_rank, scheme=runtime.scheme,
-                             exchange=runtime.exchange)
+                             exchange=runtime.exchange, weights=weights)
             works.append(Work(layout, scatter(layout, plan.rows, runtime.device),
                               BoundPlan(plan, runtime.transport, runtime.device, self.backend, runtime.gradient_wire)))
         return works
@@ -111,7 +112,7 @@ class StepRunner:
         """Global denominators of the terms, clean tokens, supervised tokens, and whether any rank must stop."""
         names = [term.name for term in works[0].layout.terms]
         local = [0.0] * (len(names) + 2)
-        if self.runtime.csbp_rank == 0:  # all ranks of a sequence axis know the same pack: count it once
+        if self.runtime.first_of_replica:  # all its ranks know the same pack: count it once
             for work in works:
                 for place, term in enumerate(work.layout.terms):
                     local[place] += term.count
@@ -147,8 +148,9 @@ class StepRunner:
                     correct += float(term_sum.correct)
                     hidden += float(term_sum.hidden)
         sent, waited = sum(transport.sent_bytes.values()) - sent, transport.waited_seconds - waited
+        once = float(self.runtime.tp_rank == 0)  # the ranks of a tp axis have the same rows; 0 x NaN is NaN
         *totals, correct, hidden, flops, sent_all, waited_all = self.runtime.total(
-            [*sums.values(), correct, hidden, self._flops(works), float(sent), waited])
+            [*(once * value for value in (*sums.values(), correct, hidden)), self._flops(works), float(sent), waited])
         scales = {term.name: term.scale for term in works[0].layout.terms}
         terms = {name: total / denominator(counts[name]) for name, total in zip(sums, totals, strict=True)}
         return StepResult(loss=sum(scales[name] * value for name, value in terms.items()), terms=terms,
@@ -157,8 +159,8 @@ class StepRunner:
                           exposed_seconds=waited_all / self.runtime.world)
 
     def _flops(self, works: Sequence[Work]) -> float:
-        """Model FLOPs of this replica's packs, counted on one rank of its sequence axis."""
-        if self.shape is None or self.runtime.csbp_rank:
+        """Model FLOPs of this replica's packs, counted on its first rank."""
+        if self.shape is None or not self.runtime.first_of_replica:
             return 0.0
         total = 0.0
         for work in works:

@@ -63,6 +63,12 @@ class Qwen3Adapter:
         """The decoder layers."""
         return list(_model(model).model.layers)
 
+    def tp_plan(self, model: nn.Module) -> Mapping[str, str]:
+        """transformers' own, and the vocabulary's rows over the ranks: embedding and head may be one weight."""
+        base = _model(model).config.base_model_tp_plan
+        return {**{f"model.{name}": style for name, style in base.items()},
+                "model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
+
     def forward(self, model: nn.Module, batch: LocalBatch, plan: BoundPlan) -> Tensor:
         """Logits [E, V] of the rows with a loss."""
         if not hasattr(_model(model).model.layers[0].self_attn, "csbp_kind"):

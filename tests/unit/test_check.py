@@ -85,6 +85,8 @@ def test_the_beginning_of_a_chat_is_shown_without_markup(config: RunConfig) -> N
     ("data", {"tokenizer": "/none"}, r"data.tokenizer='/none'.*no tokenizer"),
     ("data", {"validation_fraction": 0.0}, r"data.validation_fraction"),
     ("parallel", {"csbp": 3}, r"parallel.csbp=3"),
+    ("parallel", {"nproc": 4, "tp": 4}, r"parallel.tp=4: must divide the model's 2 query heads and 1 key/value heads: "
+                                        r"one of 1$"),
     ("parallel", {"device": "cuda"}, r"parallel.device='cuda'"),
 ])
 def test_what_would_stop_the_run(config: RunConfig, section: str, values: dict[str, Any], error: str) -> None:

@@ -38,6 +38,7 @@ SDAR, AR, CLEAN = ("objective=sdar",), ("objective=autoregressive",), "objective
     ((), {"objective.ar_weight": 0.5, CLEAN: "token_causal"}),
     (AR, {"recipe": "train_ar"}),
     ((), {"parallel.nproc": 6, "parallel.csbp": 3}),
+    ((), {"parallel.nproc": 8, "parallel.csbp": 2, "parallel.tp": 2, "parallel.dp_replicate": 2}),
     ((), {"noise.t_min": 0.0, "noise.t_max": 1.0}),
     ((), {"noise.t_min": 0.5, "noise.t_max": 0.5}),
     ((), {"train.packs_per_step": 1, "parallel.nproc": 4, "parallel.csbp": 1}),  # ranks without a pack are legal
@@ -66,6 +67,10 @@ STDLIB = SourceConfig(path="@stdlib")
     ((), {"noise.t_min": 0.0, "noise.t_max": 0.0}, "noise.t_max", "nothing would ever be masked"),
     ((), {"parallel.nproc": 6, "parallel.csbp": 4}, "parallel.csbp", "1, 2, 3, 6"),
     ((), {"parallel.csbp": 4}, "parallel.csbp", "1, 2"),
+    ((), {"parallel.nproc": 6, "parallel.tp": 4}, "parallel.tp", "parallel.nproc=6: one of 1, 2, 3, 6"),
+    ((), {"parallel.nproc": 8, "parallel.tp": 2, "parallel.csbp": 8}, "parallel.csbp", "parallel.tp = 4: one of 1, 2"),
+    ((), {"parallel.nproc": 8, "parallel.tp": 2, "parallel.csbp": 2, "parallel.dp_replicate": 4},
+     "parallel.dp_replicate", "the 2 data-parallel replicas"),
     ((), {"data.document_tokens": 4096}, "data.document_tokens", "2048"),
     (AR, {"data.seq_len": 1, "data.document_tokens": None}, "data.seq_len", "none before it"),
     ((), {"objective.label_shift": True, "data.document_tokens": 1}, "data.document_tokens", "none before it"),
