@@ -17,7 +17,7 @@ from torch import nn
 from csbp.checkpoint.files import MANIFEST, find_damage
 from csbp.checkpoint.folder import list_checkpoints, step_of
 from csbp.checkpoint.huggingface import DIFFUSION_KEYS, FAMILY_KEY, STEP_KEY, no_progress_bar, read_config
-from csbp.checkpoint.store import load_model
+from csbp.checkpoint.shards import load_model
 from csbp.data.tokenizer import BUILTIN, resolve_folder
 from csbp.errors import ConfigError, UserError
 

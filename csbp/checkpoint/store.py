@@ -10,20 +10,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch import nn
 from torch.optim import Optimizer
 
 from csbp.checkpoint import folder, ranks
@@ -37,21 +29,13 @@ from csbp.checkpoint.files import (
     write_json,
     write_text,
 )
-from csbp.checkpoint.tensors import (
-    check_model,
-    empty_optimizer_tensors,
-    file_numbers,
-    install_optimizer_tensors,
-    model_tensors,
-    optimizer_tensors,
-)
-from csbp.errors import UserError, refused_by_system
+from csbp.checkpoint.shards import STATE, describe_shards, read_checkpoint, write_tensors
+from csbp.checkpoint.tensors import model_tensors, optimizer_tensors
+from csbp.errors import UserError
 
 log = logging.getLogger(__name__)
 
-STATE = "state.json"
 COPIED = ("config.yaml", "environment.json")
-FILE_BYTES = 1 << 30  # of one file of one rank
 
 
 class CheckpointStore:
@@ -93,8 +77,8 @@ class CheckpointStore:
         try:
             ranks.together(task, lambda: folder.begin(self.root, step), only_first=True)
             ranks.together(task, lambda: _expect_shared(temporary))
-            _write_tensors(temporary, {**model_tensors(model), **optimizer_tensors(model, optimizer)}, task)
-            written = ranks.together(task, lambda: _describe_shards(temporary))
+            write_tensors(temporary, {**model_tensors(model), **optimizer_tensors(model, optimizer)}, task)
+            written = ranks.together(task, lambda: describe_shards(temporary))
             entries = {name: entry for part in written if part for name, entry in part.items()}
             ranks.together(task, lambda: self._finish(temporary, step, state, best, entries), only_first=True)
         except (UserError, RuntimeError):
@@ -137,12 +121,12 @@ class CheckpointStore:
             UserError: the checkpoint is damaged, or of another model.
         """
         self._expect_sound(path)
-        return _read(path, model, optimizer, alone=not ranks.initialised())
+        return read_checkpoint(path, model, optimizer, alone=not ranks.initialised())
 
     def load_model(self, path: Path, model: nn.Module) -> dict[str, Any]:
         """Like ``load``, without the optimizer; ``model`` may have any dtype, sharding and device."""
         self._expect_sound(path)
-        return _read(path, model, None, alone=not ranks.initialised())
+        return read_checkpoint(path, model, None, alone=not ranks.initialised())
 
     def _expect_sound(self, path: Path) -> None:
         if path not in self._sound:
@@ -189,73 +173,6 @@ class CheckpointStore:
             log.warning("old checkpoints in %s could not be deleted: %s", self.root, error)
 
 
-def load_model(path: Path, model: nn.Module) -> dict[str, Any]:
-    """``CheckpointStore.load_model`` for one process by itself: an unsharded model, no collectives.
-
-    Raises:
-        UserError: the checkpoint is damaged, or of another model.
-    """
-    if problem := find_damage(path):
-        raise UserError(f"checkpoint {path} is damaged: {problem}")
-    return _read(path, model, None, alone=True)
-
-
-def _read(path: Path, model: nn.Module, optimizer: Optimizer | None, *, alone: bool) -> dict[str, Any]:
-    """Read a verified checkpoint in place: the slices that this rank's shards need."""
-    reader = HuggingFaceStorageReader(str(path))
-    reader.fs = _VisibleFiles()
-    saved: dict[str, TensorStorageMetadata] = reader.read_metadata().state_dict_metadata  # type: ignore[assignment]
-    tensors = model_tensors(model)
-    check_model(tensors, saved)
-    moments = {} if optimizer is None else empty_optimizer_tensors(model, optimizer, saved)
-    try:
-        with _quiet():
-            dcp.load({**tensors, **moments}, storage_reader=reader, no_dist=alone)
-    except CheckpointException as error:  # not an Exception, so it would pass every handler
-        raise RuntimeError(f"could not read {path}: {error}") from error
-    if optimizer is not None:
-        install_optimizer_tensors(model, optimizer, moments)
-    state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
-    return state
-
-
-class _VisibleFiles(FileSystem):
-    """The reader takes every ``*.safetensors``; a hidden one (``._shard...``, ``.nfs...``) is the system's."""
-
-    def ls(self, path: str | os.PathLike[str]) -> list[str]:
-        return [name for name in super().ls(path) if not os.path.basename(name).startswith(".")]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """One process without a process group is an ordinary case here, and needs no warning."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
-
-
 def _expect_shared(temporary: Path) -> None:
     if not temporary.is_dir():
         raise UserError("this rank does not see the folder that rank 0 made; run_dir must be on a shared disk")
-
-
-def _write_tensors(temporary: Path, tensors: dict[str, Tensor], task: str) -> None:
-    """Each rank's shards as shard-<rank + 1>-model-<file>-of-<files>.safetensors."""
-    writer = HuggingFaceStorageWriter(
-        str(temporary), fqn_to_index_mapping=file_numbers(tensors, FILE_BYTES * ranks.world_size()),
-        save_distributed=True,
-    )
-    try:
-        with _quiet():
-            dcp.save(tensors, storage_writer=writer, no_dist=not ranks.initialised())
-    except CheckpointException as error:  # raised on all ranks, whichever failed
-        number, (cause, _) = next(iter(error.failures.items()))
-        kind = UserError if refused_by_system(cause) else RuntimeError
-        raise kind(f"could not {task} on rank {number}: {cause}") from error
-
-
-def _describe_shards(temporary: Path) -> dict[str, FileEntry]:
-    shards = sorted(temporary.glob(f"shard-{ranks.rank() + 1:05d}-*.safetensors"))
-    for path in shards:
-        sync(path)  # the writer syncs before its own buffer is flushed, which leaves small files out
-    return describe_files(shards)

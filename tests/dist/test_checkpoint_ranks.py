@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from csbp.checkpoint import store
+from csbp.checkpoint import shards, store
 from csbp.checkpoint.huggingface import full_weights
 from csbp.checkpoint.store import CheckpointStore
 from csbp.errors import UserError
@@ -115,7 +115,7 @@ def test_other_numbers_of_ranks_load_the_same_values(ranks, tmp_path, n, others)
     for read in ranks(2, load_newest, str(tmp_path), False):  # whole on every rank
         assert same(written, read)
     model = Uneven()  # and here, without a process group
-    store.load_model(tmp_path / "checkpoints" / "step-00000002", model)
+    shards.load_model(tmp_path / "checkpoints" / "step-00000002", model)
     assert all(torch.equal(value, written[name]) for name, value in model.state_dict().items())
 
 
@@ -161,7 +161,7 @@ def fail_on_one(folder: str, where: str, culprit: int) -> tuple[str, bool]:
     def refuse(*args, **kwargs):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    owner = store if where == "_describe_shards" else store.HuggingFaceStorageWriter
+    owner = store if where == "describe_shards" else shards.HuggingFaceStorageWriter
     real = getattr(owner, where)
     if dist.get_rank() == culprit:
         setattr(owner, where, refuse)
@@ -176,7 +176,7 @@ def fail_on_one(folder: str, where: str, culprit: int) -> tuple[str, bool]:
     return message, same(before, whole(model, optimizer))
 
 
-@pytest.mark.parametrize("where", ["write_data", "_describe_shards"])
+@pytest.mark.parametrize("where", ["write_data", "describe_shards"])
 def test_full_disk_of_one_rank_is_an_error_on_all(ranks, tmp_path, where):
     for message, intact in ranks(2, fail_on_one, str(tmp_path), where, 1):
         assert "on rank 1" in message and "No space left" in message and intact

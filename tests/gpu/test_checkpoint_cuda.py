@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from csbp.checkpoint import store
+from csbp.checkpoint import shards
 from csbp.checkpoint.store import CheckpointStore
 
 pytestmark = pytest.mark.gpu
@@ -97,6 +97,6 @@ def test_resumed_steps_equal_straight_ones_and_one_cpu_process_reads_them(tmp_pa
     world = min(2, torch.cuda.device_count())
     spawn(worker, args=(world, port, str(tmp_path)), nprocs=world)
     model = Uneven()
-    store.load_model(tmp_path / "checkpoints" / "step-00000003", model)
+    shards.load_model(tmp_path / "checkpoints" / "step-00000003", model)
     expected = torch.load(tmp_path / "expected.pt", weights_only=True)
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from csbp.checkpoint import files, folder, store
+from csbp.checkpoint import files, folder, shards, store
 from csbp.checkpoint.store import CheckpointStore
 from csbp.errors import UserError
 
@@ -102,7 +102,7 @@ def test_hyperparameters_come_from_the_run_not_from_the_checkpoint(tmp_path):
 
 
 def test_large_tensors_are_spread_over_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "FILE_BYTES", 100)
+    monkeypatch.setattr(shards, "FILE_BYTES", 100)
     model, optimizer = start()
     train(model, optimizer, 0, 2)
     path = CheckpointStore(tmp_path).save(2, model, optimizer, {})
@@ -117,7 +117,7 @@ def test_model_alone_in_another_dtype_reads_no_optimizer_file(tmp_path, monkeypa
     train(model, optimizer, 0, 2)
     path = CheckpointStore(tmp_path).save(2, model, optimizer, {"loss": 1.5})
     other = Tied().to(torch.bfloat16)
-    assert store.load_model(path, other) == {"step": 2, "loss": 1.5}
+    assert shards.load_model(path, other) == {"step": 2, "loss": 1.5}
     assert torch.equal(other.inner.weight, model.inner.weight.bfloat16())
 
 
@@ -137,15 +137,15 @@ def test_another_model_is_refused_by_name(tmp_path):
     train(model, optimizer, 0, 1)
     path = CheckpointStore(tmp_path).save(1, model, optimizer, {})
     with pytest.raises(UserError, match=r"'frozen' is \[6\] there and \[8\] here"):
-        store.load_model(path, start(width=8)[0])
+        shards.load_model(path, start(width=8)[0])
     more = start()[0]
     more.extra = nn.Linear(2, 2)
     with pytest.raises(UserError, match="the checkpoint lacks 'extra.bias'"):
-        store.load_model(path, more)
+        shards.load_model(path, more)
     less = start()[0]
     del less.frozen
     with pytest.raises(UserError, match="the model lacks 'frozen'"):
-        store.load_model(path, less)
+        shards.load_model(path, less)
     part, _ = start()
     with pytest.raises(UserError, match="does not train that weight"):
         CheckpointStore(tmp_path).load(path, part, torch.optim.AdamW(part.inner.parameters()))
@@ -172,7 +172,7 @@ def test_newest_undamaged_one_wins_and_damage_is_told_once(tmp_path, caplog):
     with pytest.raises(UserError, match=rf"{shard.name}: sha256 differs"):
         reader.load(paths[2], *start())
     with pytest.raises(UserError, match="damaged"):
-        store.load_model(paths[1], start()[0])
+        shards.load_model(paths[1], start()[0])
 
 
 def test_no_checkpoint_is_none(tmp_path):
@@ -183,7 +183,7 @@ class Killed(BaseException):
     pass
 
 
-POINTS = [(folder, "begin"), (store, "_write_tensors"), (store.dcp, "save"), (store, "_describe_shards"),
+POINTS = [(folder, "begin"), (store, "write_tensors"), (shards.dcp, "save"), (store, "describe_shards"),
           (store, "write_json"), (store.shutil, "copyfile"), (store, "write_text"), (folder, "publish"),
           (folder, "prune"), (folder, "delete")]
 
@@ -231,7 +231,7 @@ def test_killed_in_the_middle_of_a_shard(tmp_path, monkeypatch):
         (Path(writer.path) / "shard-00001-model-00001-of-00002.safetensors").write_bytes(b"half")
         raise Killed
 
-    monkeypatch.setattr(store.HuggingFaceStorageWriter, "write_data", half)
+    monkeypatch.setattr(shards.HuggingFaceStorageWriter, "write_data", half)
     with pytest.raises((Killed, RuntimeError)):
         CheckpointStore(tmp_path, 1).save(2, model, optimizer, {})
     assert CheckpointStore(tmp_path, 1).newest_valid() == path
