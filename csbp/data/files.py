@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,7 +97,7 @@ def _candidates(source: SourceConfig, field: str) -> tuple[Path, list[Path]]:
 
     if source.path == STDLIB:
         folder = Path(sysconfig.get_paths()["stdlib"])
-        return folder, [p for p in _walk(folder, fail) if not _NOT_STDLIB & set(p.relative_to(folder).parts)]
+        return folder, _walk(folder, fail, _NOT_STDLIB)
     path = local_path(source)
     if path.is_dir():
         suffixes = _SUFFIXES.get(source.kind, ("",))
@@ -117,8 +117,13 @@ def local_path(source: SourceConfig) -> Path:
     return Path(os.path.expanduser(source.path)).absolute()
 
 
-def _walk(folder: Path, fail: Callable[[OSError], None]) -> list[Path]:
-    return [Path(root, name) for root, _, names in os.walk(folder, onerror=fail) for name in names]
+def _walk(folder: Path, fail: Callable[[OSError], None], without: Collection[str] = ()) -> list[Path]:
+    """All files below a folder, but for what is called, or lies in what is called, one of ``without``."""
+    found = []
+    for root, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if name not in without]  # not even looked into: they can be large
+        found += [Path(root, name) for name in names if name not in without]
+    return found
 
 
 def _odd(path: Path, source: SourceConfig, field: str) -> str | None:

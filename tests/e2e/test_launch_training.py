@@ -15,7 +15,7 @@ import pytest
 from runs import SHAPE, losses, make_corpus
 
 BIN = Path(sys.executable).parent
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts several runs
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +150,7 @@ def test_a_rank_that_refuses_the_configuration(words: list[str], tmp_path: Path,
     ("data.sources=[{kind: jsonl, path: FOLDER/rows.jsonl, format: messages}]", "has no column 'messages'", ()),
     ("model.shape.vocab_size=200", "the mask id would be 257", ()),
     ("data.tokenizer=FOLDER/bare", "holds no tokenizer", ()),
+    ("parallel.nproc=1000", "parallel.nproc=1000: more ranks than blocks", ()),
     ("data.tokenizer=FOLDER/bare", "holds no tokenizer", TORCHRUN)])
 def test_what_is_wrong_is_said_before_the_ranks_start(words: list[str], tmp_path: Path, word: str, said: str,
                                                       launcher: tuple[str, ...]) -> None:
@@ -193,22 +194,52 @@ def test_a_killed_torchrun_takes_its_ranks_along(words: list[str], tmp_path: Pat
     launcher.communicate()
 
 
+def slow_tokenizing(folder: Path, seconds: float) -> str:
+    """An import path with which a corpus takes so long, and says in ``folder`` which process is at it."""
+    (folder / "sitecustomize.py").write_text(f"""
+import os, time
+from pathlib import Path
+from csbp.data import corpus
+build = corpus._build
+def slowly(*arguments):
+    Path({str(folder)!r}, f"building-{{os.getpid()}}").touch()
+    time.sleep({seconds})
+    build(*arguments)
+corpus._build = slowly
+""")
+    return str(folder)
+
+
+def builders(folder: Path) -> list[int]:
+    """Processes that have begun to tokenize."""
+    return [int(path.name.partition("-")[2]) for path in folder.glob("building-*")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_run_that_is_ended_while_it_tokenizes(words: list[str], tmp_path: Path, number: signal.Signals) -> None:
+    run, cache = tmp_path / "run", f"data.cache_dir={tmp_path / 'cache'}"
+    launcher = start([*words, f"run_dir={run}", cache], PYTHONPATH=slow_tokenizing(tmp_path, 600))
+    while not builders(tmp_path):
+        assert launcher.poll() is None, launcher.communicate()[1]
+        time.sleep(0.05)
+    launcher.send_signal(number)
+    errors = launcher.communicate()[1]
+    while not gone(builders(tmp_path)[0]):
+        time.sleep(0.05)
+    if number != signal.SIGKILL:
+        assert launcher.returncode == 1 and errors == "csbp: interrupted\n" and not run.exists()
+    again = start([*words, f"run_dir={run}", "train.steps=1"])
+    errors = again.communicate()[1]
+    assert again.returncode == 0, errors
+
+
 @pytest.mark.parametrize("launcher", [(), TORCHRUN])
 def test_tokenizing_may_take_longer_than_a_collective(words: list[str], tmp_path: Path,
                                                       launcher: tuple[str, ...]) -> None:
-    (tmp_path / "sitecustomize.py").write_text("""
-import time
-from csbp import prepare
-prepared = prepare.prepare_run
-def slowly(config):
-    time.sleep(12)
-    prepared(config)
-prepare.prepare_run = slowly
-""")
     (tmp_path / "odd?#%41 ").mkdir()
-    run = start([*words, f"run_dir={tmp_path / 'run'}", "train.steps=2", "parallel.timeout_seconds=5"], *launcher,
-                PYTHONPATH=str(tmp_path), TMPDIR=str(tmp_path / "odd?#%41 "))
-    began = time.monotonic()
+    run = start([*words, f"run_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}", "train.steps=2",
+                 "parallel.timeout_seconds=10"], *launcher, PYTHONPATH=slow_tokenizing(tmp_path, 25),
+                TMPDIR=str(tmp_path / "odd?#%41 "))
     errors = run.communicate()[1]
     assert run.returncode == 0 and len(losses(tmp_path / "run")) == 2, errors
-    assert time.monotonic() - began > 12
+    assert len(builders(tmp_path)) == 1  # the others waited, and then found it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,18 @@ def test_include_and_exclude_match_the_relative_path(folder: Path, include: list
 def test_globs_and_single_files(folder: Path) -> None:
     assert [r.name for r in read(path=str(folder / "**/[cd].py"))] == ["pkg/c.py", "pkg/test/d.py"]
     assert [r.name for r in read(path=str(folder / "a.py"))] == ["a.py"]
+
+
+def test_what_is_installed_beside_the_standard_library_is_not_even_looked_at(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("os.py", "json/decoder.py", "json/__pycache__/decoder.pyc", "site-packages/huge/x.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    monkeypatch.setattr("csbp.data.files.sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    looked, scan = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda folder: looked.append(Path(folder).name) or scan(folder))
+    files = list_files(SourceConfig(path="@stdlib"), FIELD)
+    assert [file.name for file in files] == ["json/decoder.py", "os.py"] and looked == [tmp_path.name, "json"]
 
 
 def test_the_standard_library_leaves_out_what_is_not_its_own() -> None:
