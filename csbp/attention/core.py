@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from csbp.attention import reference
+from csbp.attention import flash, reference
 from csbp.attention.mask import IntervalMask
+
+_LOG = logging.getLogger(__name__)
 
 
 class Backend(Protocol):
@@ -17,23 +21,51 @@ class Backend(Protocol):
     def forward(self, q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, mask: IntervalMask,
                 scale: float) -> tuple[Tensor, Tensor]: ...
 
-    def backward(self, dout_SND: Tensor, q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, lse_SN: Tensor,
-                 delta_SN: Tensor, mask: IntervalMask, scale: float) -> tuple[Tensor, Tensor, Tensor]: ...
+    def backward(self, dout_SND: Tensor, q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, out_SND: Tensor,
+                 lse_SN: Tensor, mask: IntervalMask, scale: float,
+                 dlse_SN: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-BACKENDS: dict[str, Backend] = {"reference": reference}
+class _Auto:
+    """Picks by what is asked: the fastest backend that can compute it. Says so once for each kind of question."""
+
+    def forward(self, q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, mask: IntervalMask,
+                scale: float) -> tuple[Tensor, Tensor]:
+        return _fastest(q_SND, v_TKD).forward(q_SND, k_TKD, v_TKD, mask, scale)
+
+    def backward(self, dout_SND: Tensor, q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, out_SND: Tensor,
+                 lse_SN: Tensor, mask: IntervalMask, scale: float,
+                 dlse_SN: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        return _fastest(q_SND, v_TKD).backward(dout_SND, q_SND, k_TKD, v_TKD, out_SND, lse_SN, mask, scale, dlse_SN)
+
+
+BACKENDS: dict[str, Backend] = {"auto": _Auto(), "flash": flash, "reference": reference}
 
 
 def get_backend(name: str) -> Backend:
-    """The backend of that name; "auto" is the best one for this machine.
+    """The backend of that name; "auto" is the fastest that can compute what it is given.
 
     Raises:
         ValueError: unknown name.
     """
-    name = "reference" if name == "auto" else name
     if name not in BACKENDS:
-        raise ValueError(f"backend={name!r}: use one of {', '.join(('auto', *BACKENDS))}")
+        raise ValueError(f"backend={name!r}: use one of {', '.join(BACKENDS)}")
     return BACKENDS[name]
+
+
+def _fastest(query: Tensor, value: Tensor) -> Backend:
+    return BACKENDS[choose(query.device, query.dtype, query.shape[2], value.shape[2],
+                           torch.are_deterministic_algorithms_enabled())]
+
+
+@functools.cache
+def choose(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int, deterministic: bool) -> str:
+    """Name of the backend that "auto" stands for."""
+    why = flash.unusable(device, dtype, key_dim, value_dim, deterministic)
+    name = "reference" if why else "flash"
+    _LOG.info("attention of head dim %d in %s on %s: %s backend%s", key_dim, dtype, device.type, name,
+              f" (not flash: {why})" if why and device.type == "cuda" else "")
+    return name
 
 
 def default_scale(query: Tensor, scale: float | None) -> float:
@@ -74,18 +106,12 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """
     if len(parts) == 1:
         return parts[0]
-    lses = torch.stack([lse for _, lse in parts])
+    lses = torch.stack([lse.t() for _, lse in parts]).transpose(1, 2)
     lse = torch.logsumexp(lses, 0)
     # A row that saw nothing anywhere has lse -inf; shifting by 0 there keeps its weights 0 instead of NaN.
     weights = (lses - torch.where(lse == float("-inf"), 0.0, lse)).exp()[..., None]
     out = torch.stack([o.to(lse.dtype) for o, _ in parts]).mul_(weights).sum(0)
     return out.to(parts[0][0].dtype), lse
-
-
-def row_delta(dout: Tensor, out: Tensor) -> Tensor:
-    """rowsum(dO * O) [S, N] in the compute dtype: all that a partial backward needs of the whole output."""
-    dtype = reference.compute_dtype(out.dtype)
-    return (dout.to(dtype) * out.to(dtype)).sum(-1)
 
 
 class _IntervalAttention(torch.autograd.Function):
@@ -102,10 +128,7 @@ class _IntervalAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         query, key, value, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        delta = row_delta(dout, out)
-        if dlse is not None:
-            delta = delta - dlse
-        grads = ctx.backend.backward(dout, query, key, value, lse, delta, ctx.mask, ctx.scale)
+        grads = ctx.backend.backward(dout, query, key, value, out, lse, ctx.mask, ctx.scale, dlse)
         return (*(g.to(query.dtype) for g in grads), None, None, None)
 
 
@@ -118,7 +141,7 @@ def interval_attention(query: Tensor, key: Tensor, value: Tensor, mask: Interval
         key, value: [T, K, D]; N is a multiple of K (grouped-query attention). Value's D may differ.
         mask: int32 [S] ranges into the T keys.
         scale: score factor; default 1 / sqrt(D).
-        backend: "auto" or "reference".
+        backend: "auto", "flash" or "reference".
 
     Returns:
         out like query, and lse [S, N], the log-sum-exp of the scores, float32 (float64 for float64 input).

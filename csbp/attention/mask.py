@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +15,8 @@ from torch import Tensor
 # wasted scores that cost less than one more tile. A GPU is kept busier by fewer, larger tiles.
 TILING = {"cpu": (128, 1 << 20, 1 << 14), "cuda": (2048, 1 << 22, 1 << 22)}
 FEWEST_ROWS = 128
+
+Ranges = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,10 @@ class IntervalMask:
     def from_arrays(cls, prefix_start: np.ndarray, prefix_end: np.ndarray, block_start: np.ndarray,
                     block_end: np.ndarray, device: torch.device | str = "cpu") -> IntervalMask:
         """The mask of four integer arrays [S]."""
-        return cls(*(torch.from_numpy(np.ascontiguousarray(a, np.int32)).to(device)
-                     for a in (prefix_start, prefix_end, block_start, block_end)))
+        arrays = tuple(np.ascontiguousarray(a, np.int32) for a in (prefix_start, prefix_end, block_start, block_end))
+        mask = cls(*(torch.from_numpy(a).to(device) for a in arrays))
+        mask.__dict__["host"] = arrays  # where they came from: nothing need wait for the device to read them
+        return mask
 
     def to(self, device: torch.device | str) -> IntervalMask:
         """The same mask on another device."""
@@ -65,10 +71,23 @@ class IntervalMask:
         return (key >= low) & (key < high) | (key >= own) & (key < end)
 
     @cached_property
+    def host(self) -> Ranges:
+        """The four ranges as arrays, int32 [S] each."""
+        return (self.prefix_start.cpu().numpy(), self.prefix_end.cpu().numpy(), self.block_start.cpu().numpy(),
+                self.block_end.cpu().numpy())
+
+    @cached_property
     def tiles(self) -> tuple[Tile, ...]:
         """The rows that see something, grouped for the reference backend. Computed once per mask."""
-        low, high, own, end = (getattr(self, f.name).cpu().numpy().astype(np.int64) for f in fields(self))
+        low, high, own, end = (a.astype(np.int64) for a in self.host)
         return _tiles(low, high, own, end, self.prefix_start.device)
+
+    def remembered(self, name: Hashable, make: Callable[[], Any]) -> Any:
+        """What a backend has made of this mask, made once."""
+        kept = self.__dict__.setdefault("_made", {})
+        if name not in kept:
+            kept[name] = make()
+        return kept[name]
 
 
 def _hull(start: np.ndarray, end: np.ndarray) -> tuple[int, int]:

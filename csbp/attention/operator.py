@@ -115,7 +115,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, handle: int, scale: float
 def _(query: Tensor, key: Tensor, value: Tensor, handle: int, scale: float) -> tuple[Tensor, Tensor]:
     rows, heads = query.shape[:2]
     return (query.new_empty(rows, heads, value.shape[2]),
-            query.new_empty(rows, heads, dtype=compute_dtype(query.dtype)))
+            query.new_empty(heads, rows, dtype=compute_dtype(query.dtype)).t())
 
 
 @torch.library.custom_op("csbp::attend_backward", mutates_args=())

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from csbp.attention.core import Backend, merge, row_delta
+from csbp.attention.core import Backend, merge
 from csbp.attention.mask import IntervalMask
+from csbp.attention.reference import compute_dtype
 from csbp.comm.transport import Outgoing, Pending, Transport
 
 Phases = Generator[Outgoing | None, Tensor | None, "tuple[Tensor, ...]"]
@@ -84,22 +85,23 @@ def backward_phases(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out
     """
     if kind.travels:
         yield _ship(key, value, kind)
-    delta, key_dim = row_delta(dout, out), key.shape[-1]
+    key_dim = key.shape[-1]
     dq_far: Tensor | None = None
     if kind.travels:
         far_key, far_value = _unpack((yield None), kind, key_dim)
-        dq_far, dk_far, dv_far = kind.backend.backward(dout, query, far_key, far_value, lse, delta, kind.arrived,
+        dq_far, dk_far, dv_far = kind.backend.backward(dout, query, far_key, far_value, out, lse, kind.arrived,
                                                        scale)
         wire = kind.wire or key.dtype
         home = torch.empty(*far_key.shape[:2], key_dim + value.shape[-1], dtype=wire, device=key.device)
         home[kind.to_global] = torch.cat((dk_far, dv_far), -1).to(wire)
         yield Outgoing(home, kind.receive_counts, kind.send_counts, "gradients")
-    dq, dk, dv = kind.backend.backward(dout, query, key, value, lse, delta, kind.here, scale)
+    dq, dk, dv = kind.backend.backward(dout, query, key, value, out, lse, kind.here, scale)
     if kind.travels:
         assert dq_far is not None
         dq += dq_far
         returned = yield None
         assert returned is not None
+        dk, dv = dk.to(compute_dtype(dk.dtype)), dv.to(compute_dtype(dv.dtype))
         for rows, part in zip(kind.send.split(kind.send_counts), returned.split(kind.send_counts), strict=True):
             # A source rank names each row at most once, so the order of the sum is the order of ranks.
             dk[rows] += part[..., :key_dim].to(dk.dtype)

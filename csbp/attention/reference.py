@@ -79,11 +79,11 @@ def _scores(q_KgD: Tensor, k_KLD: Tensor, hidden_RL: Tensor | None, scale: float
 
 def forward(q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, mask: IntervalMask,
             scale: float) -> tuple[Tensor, Tensor]:
-    """Attention output [S, N, D] like the query and log-sum-exp [S, N] in the compute dtype."""
+    """Output [S, N, D] like the query, and log-sum-exp [S, N] in the compute dtype, stored head after head."""
     dtype, heads = compute_dtype(q_SND.dtype), k_TKD.shape[1]
     q_SND_, k_KTD, v_KTD = q_SND.to(dtype), _heads_first(k_TKD, dtype), _heads_first(v_TKD, dtype)
     out = q_SND.new_zeros(*q_SND.shape[:2], v_TKD.shape[2])
-    lse = torch.full(q_SND.shape[:2], float("-inf"), dtype=dtype, device=q_SND.device)
+    lse = torch.full(q_SND.shape[1::-1], float("-inf"), dtype=dtype, device=q_SND.device).t()
     for tile in mask.tiles:
         p_KgL = _scores(_queries(q_SND_, tile, heads), _keys(k_KTD, tile), _hidden(mask, tile), scale)
         top = p_KgL.amax(2, keepdim=True)
@@ -96,16 +96,19 @@ def forward(q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, mask: IntervalMask,
     return out, lse
 
 
-def backward(dout_SND: Tensor, q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, lse_SN: Tensor, delta_SN: Tensor,
-             mask: IntervalMask, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout_SND: Tensor, q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, out_SND: Tensor, lse_SN: Tensor,
+             mask: IntervalMask, scale: float, dlse_SN: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, contiguous, in the compute dtype.
 
-    ``lse`` is that of the *whole* softmax, of which these keys may be a part, and ``delta`` [S, N] is
-    rowsum(dO * O) of the whole output (minus the gradient of lse, if any): partial gradients then add.
+    ``out`` and ``lse`` are those of the *whole* softmax, of which these keys may be a part: partial gradients then
+    add. ``dlse``: gradient of lse, if it has one.
     """
     dtype, heads = compute_dtype(q_SND.dtype), k_TKD.shape[1]
     q_SND_, k_KTD, v_KTD = q_SND.to(dtype), _heads_first(k_TKD, dtype), _heads_first(v_TKD, dtype)
-    dout_SND, delta_SN, lse_SN = dout_SND.to(dtype), delta_SN.to(dtype), lse_SN.to(dtype)
+    dout_SND, lse_SN = dout_SND.to(dtype), lse_SN.to(dtype)
+    delta_SN = (dout_SND * out_SND.to(dtype)).sum(-1)
+    if dlse_SN is not None:
+        delta_SN -= dlse_SN
     dq = torch.zeros_like(q_SND_, memory_format=torch.contiguous_format)
     dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k_TKD, v_TKD))
     dk_KTD, dv_KTD = dk.transpose(0, 1), dv.transpose(0, 1)
