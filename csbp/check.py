@@ -51,6 +51,8 @@ def run_check(config: RunConfig, words: Sequence[str] = (), console: Console | N
     device = _check_devices(config, out)
     ready = check_model(config)
     _show_tokenizer(config, ready, out)
+    for note in ready.notes:
+        _warn(out, note)
     streams = open_data(config, ready.tokenizer)
     _show_data(config, streams, out)
     _show_sample(config, streams["train"], ready.tokenizer, out)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from transformers import TextStreamer
 
@@ -32,8 +37,14 @@ def run_generate(config: GenerateConfig) -> int:
                                                  "and mask id); convert it first: csbp train experiment=quickstart")
     tokenizer = load_tokenizer(str(opened.files), opened.adapter.family, field="model")
     prompt = tokenizer(config.prompt, add_special_tokens=False)["input_ids"]
+    rows: int = opened.model.get_input_embeddings().num_embeddings  # type: ignore[assignment, operator]
+    _expect_usable(config.model, opened.diffusion, rows)
     settings = SamplerSettings(**opened.diffusion, threshold=config.threshold, temperature=config.temperature,
                                seed=config.seed)
+    limit = getattr(opened.model.config, "max_position_embeddings", math.inf)
+    if len(prompt) + config.max_new_tokens > limit:
+        print(f"csbp: warning: {len(prompt)} tokens of prompt and {config.max_new_tokens} new ones go beyond the "
+              f"model's max_position_embeddings={limit}", file=sys.stderr)
     # The streamer holds back what is not yet a whole word or character.
     stream = TextStreamer(tokenizer, skip_special_tokens=True)
     stream.put(torch.tensor(prompt, dtype=torch.int64))
@@ -42,6 +53,22 @@ def run_generate(config: GenerateConfig) -> int:
         stream.put(torch.tensor(block))
     stream.end()
     return 0
+
+
+def _expect_usable(model: str, diffusion: Mapping[str, Any], rows: int) -> None:
+    """Refuse a config.json, perhaps edited, by which nothing can be generated."""
+
+    def whole(name: str, low: int, end: float) -> bool:
+        value = diffusion[name]
+        return isinstance(value, int) and not isinstance(value, bool) and low <= value < end
+
+    usable = {"block_size": whole("block_size", 1, math.inf), "mask_token_id": whole("mask_token_id", 0, rows),
+              "label_shift": isinstance(diffusion["label_shift"], bool),
+              "clean_stream": diffusion["clean_stream"] in ("block_causal", "token_causal")}
+    for name, good in usable.items():
+        if not good:
+            raise ConfigError("model", model, f"its config.json has {name}={diffusion[name]!r}, which a model with "
+                                              f"{rows} embedding rows cannot have; export the run again")
 
 
 def _device(name: str) -> torch.device:

@@ -25,7 +25,10 @@ def prepare_run(config: RunConfig) -> None:
     """
     from csbp.train.ready import check_model, open_data
 
-    open_data(config, check_model(config).tokenizer)
+    ready = check_model(config)
+    for note in ready.notes:
+        print(f"csbp: warning: {note}", file=sys.stderr, flush=True)
+    open_data(config, ready.tokenizer)
 
 
 def check_devices(config: RunConfig) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from csbp.attention.cache import CachedPlan, GenerationCache
 from csbp.diffusion.random import Purpose, uniform
-from csbp.errors import ConfigError
+from csbp.errors import ConfigError, UserError
 from csbp.models.protocol import LocalBatch, ModelAdapter
 
 
@@ -85,6 +85,7 @@ class BlockSampler:
 
         Raises:
             ValueError: the first token of a text is hidden and labels are shifted, so nothing predicts it.
+            UserError: the model's logits are not finite.
         """
         settings, start = self._settings, self._cache.length
         tokens = np.array(block, np.int64)
@@ -117,6 +118,11 @@ class BlockSampler:
         settings = self._settings
         logits_NV = logits_NV.to(torch.float64, copy=True)
         logits_NV[:, settings.mask_token_id] = -math.inf
+        best_N1 = logits_NV.amax(-1, keepdim=True)  # nan where there is any
+        if not best_N1.isfinite().all():
+            raise UserError("the model's logits are not finite, so no token can be chosen: its weights are damaged, or "
+                            "its training has diverged")
+        logits_NV -= best_N1  # so that the smallest temperature divides 0 by itself
         if settings.temperature == 0:
             probability_N, token_N = logits_NV.softmax(-1).max(-1)
         else:
@@ -148,6 +154,7 @@ def generate_blocks(model: nn.Module, adapter: ModelAdapter, prompt_ids: Sequenc
 
     Raises:
         ConfigError: an empty prompt where labels are shifted.
+        UserError: the model's logits are not finite.
     """
     if settings.label_shift and not prompt_ids:
         raise ConfigError("prompt", "", "this model predicts a token from the one before it; give a prompt")
@@ -179,6 +186,7 @@ def generate(model: nn.Module, adapter: ModelAdapter, prompt_ids: Sequence[int],
 
     Raises:
         ConfigError: an empty prompt where labels are shifted.
+        UserError: the model's logits are not finite.
     """
     settings = SamplerSettings(block_size, mask_token_id, clean_stream, label_shift, threshold, temperature,
                                seed)

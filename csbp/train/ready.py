@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from csbp.checkpoint.huggingface import FAMILY_KEY, read_config
 from csbp.checkpoint.reading import model_files, resolve_model_folder
+from csbp.checkpoint.weights import expect_weights
 from csbp.config.mesh import check_split
 from csbp.config.schema import RunConfig
 from csbp.data.stream import PackStream, open_stream, prepare_corpora
@@ -23,6 +24,7 @@ from csbp.models.protocol import ModelAdapter
 from csbp.models.registry import get_adapter
 from csbp.train.learnable import expect_learnable
 from csbp.train.session import check_expected_shape, mask_token, run_tokenizer
+from csbp.train.surprises import surprises
 
 SPLITS = ("train", "validation")
 
@@ -37,6 +39,7 @@ class ReadyModel:
         model: shapes without numbers, on the meta device.
         rows: of its embedding.
         mask: id of [MASK].
+        notes: what the user should know although the run can start.
     """
 
     adapter: ModelAdapter
@@ -44,6 +47,7 @@ class ReadyModel:
     model: nn.Module
     rows: int
     mask: int
+    notes: list[str]
 
 
 def check_model(config: RunConfig) -> ReadyModel:
@@ -67,7 +71,7 @@ def check_model(config: RunConfig) -> ReadyModel:
         if config.objective.kind != "autoregressive" and mask == index:
             raise ConfigError("model.mask_token_id", mask, f"is the tokenizer's {name} token, which text contains; "
                                                            "name another reserved id, or null")
-    return ReadyModel(adapter, tokenizer, model, rows, mask)
+    return ReadyModel(adapter, tokenizer, model, rows, mask, surprises(config, model.config, mask))
 
 
 def build_on_meta(config: RunConfig, adapter: ModelAdapter) -> nn.Module:
@@ -77,14 +81,11 @@ def build_on_meta(config: RunConfig, adapter: ModelAdapter) -> nn.Module:
         ConfigError: there is no such model, it is of another family or shape, or its weights are not there as
             safetensors.
     """
-    path: Path | None = None
+    path = found = None
     pretrained = config.model.init == "pretrained"
     if config.model.path:
         found = resolve_model_folder(config.model.path, config.model.family)
         path = model_files(found)
-        if pretrained and not list(found.glob("*.safetensors")):
-            raise ConfigError("model.path", config.model.path, f"{found} holds no *.safetensors; convert the weights, "
-                                                               "or set model.init=random")
         about = read_config(path)
         family = about.get(FAMILY_KEY, about.get("model_type", adapter.family))
         if family != adapter.family:
@@ -93,6 +94,9 @@ def build_on_meta(config: RunConfig, adapter: ModelAdapter) -> nn.Module:
         model = adapter.build(path, {} if pretrained else config.model.shape, torch.float32)
     if pretrained:
         check_expected_shape(config.model.shape, model.config)
+        if path is not None and found == path:  # a checkpoint's files have digests instead
+            tied: Iterable[str] = getattr(model, "all_tied_weights_keys", None) or ()
+            expect_weights(path, {name: value.shape for name, value in model.state_dict().items()}, list(tied))
     return model
 
 

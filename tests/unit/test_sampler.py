@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from csbp.diffusion.random import Purpose, uniform
 from csbp.diffusion.sampler import BlockSampler, SamplerSettings, fill_block, generate, generate_blocks
-from csbp.errors import ConfigError
+from csbp.errors import ConfigError, UserError
 from csbp.models.registry import get_adapter
 from csbp.plan.geometry import Geometry, LayerKind
 
@@ -191,3 +191,20 @@ def test_fill_block_keeps_what_is_there_and_takes_one_pass_for_each_hidden_token
     assert len(seen) == 2 and filled[1] == 3 and MASK not in filled
     first = recomputed(stock, context, noised, settings_of())[8:]
     torch.testing.assert_close(seen[0], first[[0, 2]], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_end_the_generation(value, temperature):
+    ours, _ = tiny(False)
+    with torch.no_grad():
+        ours.lm_head.weight[3] = value
+    with pytest.raises(UserError, match="not finite"):
+        generate(ours, ADAPTER, [1, 2, 3], block_size=4, mask_token_id=MASK, temperature=temperature, max_new_tokens=4)
+
+
+def test_the_smallest_temperature_takes_the_most_probable_token():
+    ours, _ = tiny(False)
+    cold, coldest = (generate(ours, ADAPTER, [1, 2, 3], block_size=1, mask_token_id=MASK, temperature=temperature,
+                              max_new_tokens=12) for temperature in (0.0, 1e-310))
+    assert coldest == cold and len(cold) == 12

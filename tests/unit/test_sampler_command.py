@@ -69,3 +69,19 @@ def test_what_cannot_generate_is_refused(tmp_path: Path, model: Any) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="device='cuda'"):
             run_generate(GenerateConfig(model=str(tmp_path / "ar"), prompt="a", device="cuda"))
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("block_size", "4"), ("block_size", 0), ("mask_token_id", MASK + 1), ("mask_token_id", None), ("label_shift", 1),
+    ("clean_stream", "causal")])
+def test_an_edited_config_json_is_refused(tmp_path: Path, model: Any, name: str, value: Any) -> None:
+    export_model(model, ADAPTER, letters(), tmp_path, {**DIFFUSION, name: value})
+    with pytest.raises(ConfigError, match=f"model=.*its config.json has {name}={value!r}"):
+        run_generate(GenerateConfig(model=str(tmp_path), prompt="a", device="cpu"))
+
+
+def test_more_tokens_than_the_model_has_positions_are_said(tmp_path: Path, model: Any, capsys: Any) -> None:
+    export_model(model, ADAPTER, letters(), tmp_path, DIFFUSION)
+    for length, warned in ((5, False), (130, True)):
+        run_generate(GenerateConfig(model=str(tmp_path), prompt="a" * length, max_new_tokens=4, device="cpu"))
+        assert ("max_position_embeddings=128" in capsys.readouterr().err) == warned
