@@ -21,17 +21,19 @@ from csbp.plan.geometry import Geometry, LayerKind
 from csbp.plan.plan import PackPlan
 
 KINDS = {"full": (LayerKind(),), "full+window": (LayerKind(), LayerKind("window", window=1024))}
-CASES = [(1 << 17, 32, 8), (1 << 17, 32, 64), (1 << 19, 256, 64), (1 << 19, 32, 64), (1 << 19, 8, 64)]
+CASES = [(1 << 17, 32, 8), (1 << 17, 32, 64), (1 << 19, 256, 64), (1 << 19, 32, 64), (1 << 19, 8, 64), (1 << 20, 8, 64)]
+# Median length of the documents of a pack, and its first document's share of the pack.
+PACKS = {"document": (1, 1.0), "packed": (2048, 0.0), "short": (64, 0.0), "one long": (64, 0.5)}
 
 
-def pack(total: int, block: int, packed: bool, seed: int = 0) -> Geometry:
-    """One document, or documents of lognormal lengths (median 2K, longest 128K), with every block a target."""
-    lengths = [total]
-    if packed:
-        random, lengths = np.random.default_rng(seed), []
-        while sum(lengths) < total:
-            length = int(np.clip(random.lognormal(np.log(2048), 1.2), 1, 128 << 10))
-            lengths.append(min(length, total - sum(lengths)))
+def pack(total: int, block: int, median: int, first: float, seed: int = 0) -> Geometry:
+    """A document with a share of the tokens, then documents of lognormal lengths (longest 128K), with every block a
+    target."""
+    random, lengths = np.random.default_rng(seed), [int(total * first)] if first else []
+    drawn = np.clip(random.lognormal(np.log(median), 1.2, total // median), 1, 128 << 10).astype(np.int64)
+    room = total - sum(lengths)
+    drawn = drawn[:np.searchsorted(np.cumsum(drawn), room)]
+    lengths += [*drawn.tolist(), room - int(drawn.sum())] if room else []
     edges = np.concatenate([[0], np.cumsum(lengths)])
     cells = np.concatenate([*(np.arange(a, b, block) for a, b in zip(edges[:-1], edges[1:], strict=True)), [total]])
     document = np.searchsorted(edges, cells[:-1], "right") - 1
@@ -67,10 +69,10 @@ def main() -> None:
     options = parser.parse_args()
     rows: list[dict[str, object]] = []
     for total, block, world in CASES:
-        for packed in (False, True):
+        for which, made in PACKS.items():
             for name, kinds in KINDS.items():
-                row = {"tokens": total, "block": block, "ranks": world, "pack": "packed" if packed else "document",
-                       "kinds": name, **measure(pack(total, block, packed), kinds, world, options.repeat)}
+                row = {"tokens": total, "block": block, "ranks": world, "pack": which,
+                       "kinds": name, **measure(pack(total, block, *made), kinds, world, options.repeat)}
                 if not rows:
                     print("  ".join(row))
                 print("  ".join(f"{value:>{len(key)}}" for key, value in row.items()), flush=True)
