@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from csbp.config.compose import compose_run
+from csbp.config.mesh import axis_sizes, check_split
 from csbp.config.places import package_dir
 from csbp.config.schema import DataConfig, RunConfig
 from csbp.config.validate import validate_plan
@@ -30,8 +31,8 @@ def run_plan(words: Sequence[str], *, json_only: bool = False, picture: str = ""
     """Plan a run and say what it will take.
 
     Args:
-        words: settings, as for ``csbp train``. Without ``parallel.nproc`` the run has ``parallel.csbp`` ranks, where
-            that is given.
+        words: settings, as for ``csbp train``. Without ``parallel.nproc`` the run has ``parallel.csbp`` x
+            ``parallel.tp`` ranks, where one of them is given.
         json_only: print one JSON object and nothing else.
         picture: file to draw the plan into, .svg or .png.
 
@@ -40,9 +41,9 @@ def run_plan(words: Sequence[str], *, json_only: bool = False, picture: str = ""
     """
     config = compose_run(words)
     given = {word.partition("=")[0].strip() for word in words}
-    if "parallel.csbp" in given and "parallel.nproc" not in given and config.parallel.csbp:
-        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel,
-                                                                          nproc=config.parallel.csbp))
+    if given & {"parallel.csbp", "parallel.tp"} and "parallel.nproc" not in given:
+        ranks = (config.parallel.csbp or 1) * config.parallel.tp
+        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, nproc=ranks))
     validate_plan(config)
     if picture and Path(picture).suffix not in (".svg", ".png"):
         raise ConfigError("--picture", picture, "must end in .svg or .png")
@@ -70,13 +71,15 @@ def plan_result(config: RunConfig) -> PlanResult:
         ConfigError: sizes are missing, the lengths cannot be read, or the ranks do not fit the pack.
     """
     parallel, objective, noise = config.parallel, config.objective, config.noise
-    shape = model_shape(_config_fields(config), objective.clean_stream)
+    fields = _config_fields(config)
+    shape = model_shape(fields, objective.clean_stream)
+    check_split(parallel.tp, {**fields, **fields.get("text_config", {})})
     _check_windows(shape, objective.block_size)
     diffusion = objective.kind == "block_diffusion"
     geometry = whole_pack(document_lengths(config.data), objective.block_size, noised=diffusion)
     case = Case(shape, geometry, hidden=(noise.t_min + noise.t_max) / 2 if diffusion else 0.0,
                 next_token=not diffusion or objective.ar_weight > 0)
-    ranks = 1 if parallel.kind == "data" else parallel.csbp or parallel.nproc
+    ranks, world = axis_sizes(parallel)[1], parallel.nproc // parallel.tp
     blocks = len(geometry.cell_starts) - 1
     if ranks > blocks:
         raise ConfigError("parallel.csbp" if parallel.csbp else "parallel.nproc", ranks,
@@ -86,12 +89,13 @@ def plan_result(config: RunConfig) -> PlanResult:
     if name == "auto":
         name = "cpu" if parallel.device == "cpu" else "h200"
     settings = Settings(parallel.nproc, parallel.checkpointing, _ITEMSIZE[config.train.dtype],
-                        config.plan.logit_rows, parallel.offload, 4 if parallel.gradient_wire == "float32" else None)
-    kinds = ("csbp", "context", "block", "data") if parallel.nproc > 1 else (parallel.kind,)
+                        config.plan.logit_rows, parallel.offload, 4 if parallel.gradient_wire == "float32" else None,
+                        parallel.tp)
+    kinds = ("csbp", "context", "block", "data") if world > 1 else (parallel.kind,)
     # Beside "data" the others are shown with all ranks on the sequence axis, as far as there are blocks.
-    axis = ranks if parallel.kind != "data" else min(parallel.nproc, blocks)
+    axis = ranks if parallel.kind != "data" else min(world, blocks)
     found = {kind: forecast(case, kind, axis, settings, DEVICES[name], parallel.exchange) for kind in kinds
-             if kind in (parallel.kind, "data") or parallel.nproc % axis == 0}
+             if kind in (parallel.kind, "data") or world % axis == 0}
     return PlanResult(config.experiment, name, DEVICES[name], case, settings, parallel.kind, found,
                       config.train.packs_per_step)
 

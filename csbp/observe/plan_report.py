@@ -14,6 +14,8 @@ from csbp.observe.accounting import block_over_csbp, exact_bytes, formula_bytes,
 from csbp.plan.counts import attended_pairs, count_plan
 from csbp.plan.estimate import Device, Settings
 from csbp.plan.forecast import Case, Forecast, contiguous, layer_pairs, max_over_mean_pairs
+from csbp.plan.shapes import ModelShape
+from csbp.plan.split import split_bytes, split_shape
 
 _GIB = 2**30
 _PIPED_WIDTH = 120
@@ -42,6 +44,18 @@ class PlanResult:
     packs_per_step: int
 
     @property
+    def shape(self) -> ModelShape:
+        """What a rank has of the model: its heads."""
+        return split_shape(self.case.shape, self.settings.tp)
+
+    @property
+    def told(self) -> np.ndarray:
+        """Bytes that the run's tp axis brings into each rank for one pack, float64 [N]."""
+        chosen, settings = self.chosen, self.settings
+        return split_bytes(self.case.shape, chosen.counts.rows, chosen.loss_rows, tp=settings.tp,
+                           checkpointing=settings.checkpointing, itemsize=settings.itemsize)
+
+    @property
     def chosen(self) -> Forecast:
         """The run's own."""
         return self.found[self.kind]
@@ -58,14 +72,14 @@ class PlanResult:
 
     def received(self, forecast: Forecast) -> np.ndarray:
         """Bytes into each rank for one pack, float64 [N]."""
-        parts = exact_bytes(self.case.shape, forecast.counts, checkpointing=self.settings.checkpointing,
+        parts = exact_bytes(self.shape, forecast.counts, checkpointing=self.settings.checkpointing,
                             itemsize=self.settings.itemsize,
                             gradient_itemsize=self.settings.gradient_itemsize)
         return np.stack([part.received for part in parts.values()]).sum(0)
 
     def sent(self, forecast: Forecast) -> np.ndarray:
         """Bytes out of each rank for one pack, float64 [N]."""
-        parts = exact_bytes(self.case.shape, forecast.counts, checkpointing=self.settings.checkpointing,
+        parts = exact_bytes(self.shape, forecast.counts, checkpointing=self.settings.checkpointing,
                             itemsize=self.settings.itemsize,
                             gradient_itemsize=self.settings.gradient_itemsize)
         return np.stack([part.sent for part in parts.values()]).sum(0)
@@ -73,7 +87,7 @@ class PlanResult:
     def formula(self, kind: str) -> float:
         """Bytes received by the published formula, mean over ranks."""
         geometry, world = self.case.geometry, self.chosen.plan.world
-        return formula_bytes(self.case.shape, geometry.num_clean, geometry.num_noised, world, kind)
+        return formula_bytes(self.shape, geometry.num_clean, geometry.num_noised, world, kind)
 
     @property
     def flops(self) -> float:
@@ -87,7 +101,7 @@ class PlanResult:
     def mfu(self) -> float:
         """Predicted utilisation of the device's peak."""
         chosen = self.chosen
-        return utilisation(self.flops, chosen.seconds.step, chosen.plan.world, self.device.peak)
+        return utilisation(self.flops, chosen.seconds.step, chosen.plan.world * self.settings.tp, self.device.peak)
 
 
 def as_json(result: PlanResult) -> dict[str, Any]:
@@ -98,7 +112,7 @@ def as_json(result: PlanResult) -> dict[str, Any]:
     loose = contiguous(chosen.plan) if chosen.plan.scheme != "context" else chosen.plan
     return {
         "experiment": result.experiment, "kind": result.kind, "world_size": result.settings.world,
-        "csbp": chosen.plan.world, "replicas": chosen.replicas, "device": result.device_name,
+        "csbp": chosen.plan.world, "tp": result.settings.tp, "replicas": chosen.replicas, "device": result.device_name,
         "tokens": geometry.num_clean, "noised_rows": geometry.num_noised,
         "documents": len(geometry.document_starts) - 1, "blocks": geometry.num_blocks,
         "parameters": shape.parameters, "active_parameters": shape.active_parameters,
@@ -108,6 +122,7 @@ def as_json(result: PlanResult) -> dict[str, Any]:
         "bytes_received_per_rank": result.formula(result.kind),
         "bytes_received_per_rank_context": result.formula("context"),
         "bytes_received_exact_mean": float(received.mean()), "bytes_received_exact_max": float(received.max()),
+        "tp_bytes_received_per_rank": float(result.told.mean()),
         "block_over_csbp_time": block_over_csbp(chosen.plan.world, geometry.num_noised / geometry.num_clean),
         "peak_memory_bytes_per_rank": float(memory.total.max()), "fits": chosen.fits,
         "predicted_step_seconds": result.step_seconds(chosen), "predicted_pack_seconds": seconds.step,
@@ -144,7 +159,9 @@ def show(result: PlanResult, console: Console | None = None) -> None:
     out.print(Text(f"{result.experiment} on {result.settings.world} x {result.device_name}", style="bold"))
     out.print(f"  {shape.parameters / 1e9:.2f}B parameters{active}; a pack of {geometry.num_clean:,} tokens in "
               f"{len(geometry.document_starts) - 1:,} documents, {geometry.num_blocks:,} target blocks")
-    out.print(f"  parallel.kind={result.kind}: {chosen.replicas} x {chosen.plan.world} ranks, "
+    split = result.settings.tp > 1
+    ranks = f"{chosen.replicas} x {chosen.plan.world}" + (f" x {result.settings.tp}" if split else "")
+    out.print(f"  parallel.kind={result.kind}: {ranks} ranks, "
               f"checkpointing {result.settings.checkpointing}{', offloaded' * result.settings.offload}\n")
     out.print(_rank_table(result))
     memory = chosen.memory
@@ -157,7 +174,8 @@ def show(result: PlanResult, console: Console | None = None) -> None:
               f"{float(chosen.counts.cost.max()) / max(chosen.counts.bound, 1):.3f}")
     out.print(f"  bytes into a rank: {_gib(float(result.received(chosen).mean()))} mean, "
               f"{_gib(float(result.received(chosen).max()))} most; by the published all-gather formula "
-              f"{_gib(result.formula(result.kind))}, context parallelism {_gib(result.formula('context'))}\n")
+              f"{_gib(result.formula(result.kind))}, context parallelism {_gib(result.formula('context'))}"
+              + (f"; beside them {_gib(float(result.told.mean()))} of the tp axis" if split else "") + "\n")
     out.print(_kind_table(result))
     out.print()
     for line in verdict(result):
@@ -175,7 +193,7 @@ def verdict(result: PlanResult) -> list[str]:
         lines.append(f"{kind} {'fits' if found.fits else 'does not fit'}: the fullest rank needs {need}.")
         if not found.fits and float(np.max(found.memory.logits)) > 0.3 * float(found.memory.total.max()):
             lines[-1] += " Logits are the largest part; plan.logit_rows=N plans with N rows of them at a time."
-    data, world = result.found.get("data"), result.settings.world
+    data, world = result.found.get("data"), result.settings.world // result.settings.tp
     if data is not None and result.kind != "data":
         # Judged with enough packs for every rank; whether the run has them is said beside it.
         packs = -(-result.packs_per_step // world) * world

@@ -14,6 +14,7 @@ import numpy as np
 
 from csbp.plan.counts import PlanCounts
 from csbp.plan.shapes import BACKWARD_PAIRS, AttentionLayers, ModelShape
+from csbp.plan.split import split_bytes, split_shape
 
 # Beside the inputs and outputs of its matrices, a layer keeps norms, rotated queries and keys and the activation
 # function for its backward; about half as much again.
@@ -61,6 +62,7 @@ class Settings:
         logit_rows: rows whose logits exist at once; None: all that a rank has.
         offload: what is kept for the backward lies in CPU memory.
         gradient_itemsize: bytes of a number of dK and dV on the wire; None: as ``itemsize``.
+        tp: ranks that share the heads of the same rows.
     """
 
     world: int
@@ -69,6 +71,7 @@ class Settings:
     logit_rows: int | None = None
     offload: bool = False
     gradient_itemsize: int | None = None
+    tp: int = 1
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,8 @@ class Seconds:
 
     Attributes:
         attention, linear: busy time, recomputed layers included; ``linear`` holds the head.
-        exposed: waiting for keys and gradients that travel longer than there is something to compute meanwhile.
+        exposed: waiting for keys and gradients that travel longer than there is something to compute meanwhile, and
+            for the sums of a tp axis, which nothing hides.
     """
 
     attention: np.ndarray
@@ -136,21 +140,26 @@ def predict_seconds(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray
     waited for; gradients then travel home behind the local part.
 
     Args:
+        shape: the whole model.
         loss_rows: [N], rows whose logits each rank needs.
     """
-    policy = settings.checkpointing
+    policy, item = settings.checkpointing, settings.itemsize
+    told = split_bytes(shape, counts.rows, loss_rows, tp=settings.tp, checkpointing=policy, itemsize=item)
+    shape = split_shape(shape, settings.tp)
     runs_attention = 1 + (policy == "full") + BACKWARD_PAIRS
     runs_linear = 3 + (policy != "none")
-    link = device.near_link if len(counts.clean) <= device.node else device.far_link
-    attention, exposed = np.zeros(len(counts.clean)), np.zeros(len(counts.clean))
+    # Ranks of a tp axis are neighbours.
+    link = device.near_link if len(counts.clean) * settings.tp <= device.node else device.far_link
+    attention = np.zeros(len(counts.clean))
+    exposed = told / (device.near_link if settings.tp <= device.node else device.far_link)
     for part in shape.attention:
         kind = counts.kinds[part.kind.name]
         forward = kind.pairs * part.pair_flops / device.attention
         attention += part.count * forward * runs_attention
         # Own rows are assumed to be as popular as received ones.
         here = forward * (counts.rows / np.maximum(counts.rows + kind.received, 1))
-        keys = kind.received * part.row_elements * settings.itemsize / link
-        gradients = kind.sent * part.row_elements * (settings.gradient_itemsize or settings.itemsize) / link
+        keys = kind.received * part.row_elements * item / link
+        gradients = kind.sent * part.row_elements * (settings.gradient_itemsize or item) / link
         trips = key_trips(policy)
         exposed += part.count * ((trips - 1) * np.maximum(keys - here, 0) + keys
                                  + np.maximum(gradients - BACKWARD_PAIRS * here, 0))
@@ -159,11 +168,12 @@ def predict_seconds(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray
 
 
 def predict_memory(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray, settings: Settings) -> Memory:
-    """Peak bytes of each rank, with AdamW and every parameter sharded over all ranks (FSDP2)."""
-    item = settings.itemsize
-    shard = -(-shape.parameters // settings.world)
+    """Peak bytes of each rank, with AdamW and every parameter sharded over all ranks (FSDP2, and a tp axis)."""
+    item, vocabulary, shards = settings.itemsize, shape.vocabulary, settings.world // settings.tp
+    shape = split_shape(shape, settings.tp)
+    shard = -(-shape.parameters // shards)
     ends = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden
-    gathered = item * (ends + 2 * shape.largest_layer) if settings.world > 1 or item != _MASTER else 0
+    gathered = item * (ends + 2 * shape.largest_layer) if shards > 1 or item != _MASTER else 0
     layers = [_kept(shape, part, settings) for part in shape.attention]
     counted = zip(shape.attention, layers, strict=True)
     kept = 2 * max(layers) if settings.offload else sum(part.count * layer for part, layer in counted)
@@ -177,7 +187,7 @@ def predict_memory(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray,
     return Memory(
         weights=_MASTER * shard, gradients=_MASTER * shard, optimizer=2 * _MASTER * shard, gathered=gathered,
         activations=counts.rows * (kept + again), keys=far.astype(float),
-        logits=rows * float(shape.vocabulary * (item + _MASTER * _LOGIT_COPIES)))
+        logits=rows * float(vocabulary * (item + _MASTER * _LOGIT_COPIES)))
 
 
 def _kept(shape: ModelShape, part: AttentionLayers, settings: Settings) -> float:

@@ -94,7 +94,7 @@ def forecast(case: Case, kind: str, ranks: int, settings: Settings, device: Devi
     loss_rows = case.loss_rows(counts)
     seconds = predict_seconds(case.shape, counts, loss_rows, device, settings)
     memory = predict_memory(case.shape, counts, loss_rows, settings)
-    return Forecast(kind, plan, counts, settings.world // ranks, loss_rows, seconds, memory,
+    return Forecast(kind, plan, counts, settings.world // settings.tp // ranks, loss_rows, seconds, memory,
                     bool(memory.total.max() <= device.memory))
 
 

@@ -5,9 +5,13 @@ Ranks are numbered tp fastest: every second one has the same rows as the one bef
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from exact import EXACT, assert_exact, assert_same_grads, expected, noising, step_on_ranks
+from exact import EXACT, assert_exact, assert_same_grads, csbp_model, expected, noising, step_on_ranks
 from packs import make_pack
+
+from csbp.plan.shapes import model_shape
+from csbp.plan.split import split_bytes
 
 slow = pytest.mark.slow
 PACKS = [make_pack([1, 3, 5, 13, 17]), make_pack([9, 4, 8], targets=[[8], [], []], seed=1, first_id=9)]
@@ -62,3 +66,38 @@ def test_each_rank_sends_its_own_heads(ranks):
     for rank, share in enumerate(halves):
         assert share.sent_rows == whole[rank // 2].sent_rows
         assert share.sent_bytes == {label: n // 2 for label, n in whole[rank // 2].sent_bytes.items()}
+
+
+def bytes_of_the_axis(packs, how, csbp, parallel):
+    """What the tp axis brings into this rank in a step, as rings of sums and gathers do it."""
+    from csbp.parallel import tensor
+
+    found, real, join = [], tensor._sum, tensor.funcol.all_gather_tensor
+
+    def count(x, *group):
+        found.append(x.nbytes if x.dim() == 3 else 0)  # rows; weights of norms are left out
+        return real(x, *group)
+
+    def gather(x, *place):
+        found.append(x.nbytes)
+        return join(x, *place)
+
+    tensor._sum, tensor.funcol.all_gather_tensor = count, gather
+    try:
+        share = step_on_ranks(packs, how, csbp, None, parallel)
+    finally:
+        tensor._sum, tensor.funcol.all_gather_tensor = real, join
+    return sum(found), share.asked, [len(rows) for rows in share.rows]
+
+
+@pytest.mark.parametrize("checkpointing", ["none", pytest.param("full", marks=slow),
+                                           pytest.param("attention", marks=slow)])
+def test_planned_bytes_of_the_axis(ranks, checkpointing):
+    """An evaluation of all logits follows the step: one more forward, without the rows of a loss."""
+    told = ranks(2, bytes_of_the_axis, PACKS[:1], noising(4), 1, {"tp": 2, "checkpointing": checkpointing})
+    shape = model_shape(csbp_model().config.to_dict(), "block_causal")
+    for found, asked, (rows,) in told:
+        planned = split_bytes(shape, np.array([rows]), np.array([asked]), tp=2, checkpointing=checkpointing,
+                              itemsize=8)
+        after = 8 * (rows * shape.hidden * (2 * shape.layers + 1) + rows * shape.vocabulary / 2)
+        assert found == planned.item() + after
