@@ -16,6 +16,10 @@ from csbp.plan.geometry import LayerKind
 
 _KINDS = {"full_attention": "full", "sliding_attention": "sliding"}
 _LARGEST = 2**31 - 1  # of any size
+# What interval attention cannot express, by the fields of transformers' configurations that ask for it.
+_REFUSED = {"kv_lora_rank": "multi-head latent attention (MLA)", "alibi": "ALiBi",
+            "attn_logit_softcapping": "capping of attention scores",
+            "add_swa_attention_sink_bias": "an attention sink", "add_full_attention_sink_bias": "an attention sink"}
 BACKWARD_PAIRS = 2.5  # the backward of attention is five matrix products against the forward's two
 
 
@@ -171,6 +175,10 @@ def model_shape(fields: Mapping[str, Any], clean: str) -> ModelShape:
     head_dim, kv_heads = size("head_dim"), size("num_key_value_heads", default=heads)
     if not kv_heads or heads % kv_heads:
         raise ConfigError("model.shape.num_key_value_heads", kv_heads, f"must divide num_attention_heads={heads}")
+    for name, what in _REFUSED.items():
+        if fields.get(name):
+            raise ConfigError(f"model.shape.{name}", fields[name], f"{what} cannot be written as two ranges of keys; "
+                                                                   "choose a model without it")
     types = _layer_types(fields, layers)
     groups = []
     for name in dict.fromkeys(types):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from csbp.config.mesh import axis_sizes
 from csbp.config.schema import DataConfig, RunConfig
 from csbp.config.sources import named_sources
 from csbp.data.stream import PackStream
 from csbp.diffusion.build import learnt_tokens
 from csbp.errors import ConfigError
+from csbp.plan.limits import check_ranks
 
 
 def expect_learnable(config: RunConfig, train: PackStream, held_out: PackStream) -> None:
@@ -32,6 +36,21 @@ def expect_learnable(config: RunConfig, train: PackStream, held_out: PackStream)
         raise ConfigError("train.eval_packs", config.train.eval_packs, f"nothing to learn in the {len(packs)} held-out "
                           f"packs of an evaluation: {cause}; evaluate more packs, or hold out other documents "
                           "(data.validation, data.validation_fraction)")
+
+
+def expect_blocks(config: RunConfig, train: PackStream) -> None:
+    """Refuse a sequence axis of more ranks than any training pack has blocks; single packs with fewer are fine.
+
+    Reads packs up to the first with enough, at most one epoch.
+
+    Raises:
+        ConfigError: some ranks would never have a block.
+    """
+    ranks, most, cursor = axis_sizes(config.parallel)[1], 0, train.first()
+    while most < ranks and cursor.epoch == 0:
+        (pack,), cursor = train.take(cursor, 1)
+        most = max(most, int((-(-np.diff(pack.document_starts) // config.objective.block_size)).sum()))
+    check_ranks(config.parallel, most, "the training pack with most of them")
 
 
 def _paths(data: DataConfig, split: str) -> list[str]:

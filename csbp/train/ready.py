@@ -22,7 +22,8 @@ from csbp.data.tokenizer import next_free_id
 from csbp.errors import ConfigError
 from csbp.models.protocol import ModelAdapter
 from csbp.models.registry import get_adapter
-from csbp.train.learnable import expect_learnable
+from csbp.plan.limits import check_windows
+from csbp.train.learnable import expect_blocks, expect_learnable
 from csbp.train.session import check_expected_shape, mask_token, run_tokenizer
 from csbp.train.surprises import surprises
 
@@ -60,6 +61,7 @@ def check_model(config: RunConfig) -> ReadyModel:
     tokenizer = run_tokenizer(config)
     model = build_on_meta(config, adapter)
     check_split(config.parallel.tp, adapter.export_config(model, {}))
+    check_windows(adapter.layer_kinds(model, config.objective.clean_stream), config.objective)
     rows: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment, operator]
     mask, last = mask_token(config, tokenizer, rows), next_free_id(tokenizer) - 1
     if last >= rows:
@@ -109,4 +111,5 @@ def open_data(config: RunConfig, tokenizer: PreTrainedTokenizerFast) -> dict[str
     prepare_corpora(config.data, tokenizer)
     streams = {split: open_stream(config.data, seed=config.seed, tokenizer=tokenizer, split=split) for split in SPLITS}
     expect_learnable(config, streams["train"], streams["validation"])
+    expect_blocks(config, streams["train"])
     return streams

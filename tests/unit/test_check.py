@@ -87,6 +87,13 @@ def test_the_beginning_of_a_chat_is_shown_without_markup(config: RunConfig) -> N
     ("parallel", {"csbp": 3}, r"parallel.csbp=3"),
     ("parallel", {"nproc": 4, "tp": 4}, r"parallel.tp=4: must divide the model's 2 query heads and 1 key/value heads: "
                                         r"one of 1$"),
+    ("model", {"shape": {**SHAPE, "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 3}},
+     r"model.shape.sliding_window=3: smaller than a block; use at most objective.block_size=3"),
+    ("model", {"shape": {**SHAPE, "layer_types": ["full_attention", "linear_attention"]}}, r"linear_attention"),
+    ("model", {"shape": {**SHAPE, "kv_lora_rank": 8}}, r"model.shape.kv_lora_rank"),
+    ("parallel", {"nproc": 128}, r"parallel.nproc=128: more ranks than blocks: the training pack with most of them has "
+                                 r"\d\d;"),
+    ("parallel", {"nproc": 256, "csbp": 128}, r"parallel.csbp=128: more ranks than blocks"),
     ("parallel", {"device": "cuda"}, r"parallel.device='cuda'"),
 ])
 def test_what_would_stop_the_run(config: RunConfig, section: str, values: dict[str, Any], error: str) -> None:

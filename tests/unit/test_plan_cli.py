@@ -108,6 +108,8 @@ def test_the_report_says_what_fits_and_what_is_faster(capsys: pytest.CaptureFixt
     (["model.shape.layer_types=[sliding_attention, sliding_attention]", "model.shape.num_hidden_layers=2",
       "model.shape.sliding_window=16"], "model.shape.sliding_window=16: smaller than a block"),
     (["model.shape.layer_types=[linear_attention]", "model.shape.num_hidden_layers=1"], "linear_attention"),
+    (["+model.shape.kv_lora_rank=512"], "model.shape.kv_lora_rank=512: multi-head latent attention (MLA)"),
+    (["+model.shape.alibi=true"], "model.shape.alibi=True: ALiBi"),
     (["model.shape.hidden_size=0"], "model.shape.hidden_size=0"),
     (["model.shape.num_key_value_heads=5"], "must divide num_attention_heads=32"),
     (["data.document_lengths=/no/such/file"], "data.document_lengths='/no/such/file': cannot be read: No such file"),
