@@ -41,7 +41,7 @@ class GenerationCache:
     def clean_pass(self, rows: int) -> CachedPlan:
         """The plan of the next ``rows`` tokens of the text, whose keys and values are kept."""
         geometry = _text(self.length + rows, self._block_size)
-        ranges = {kind.name: clean_ranges(geometry, kind).take(np.arange(self.length, self.length + rows))
+        ranges = {kind.name: clean_ranges(geometry, kind, np.arange(self.length, self.length + rows))
                   for kind in self._kinds}
         plan = self._plan(ranges)
         self.length += rows

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from csbp.attention import flash, reference
+from csbp.attention import flash, flex, reference
 from csbp.attention.mask import IntervalMask
 
 _LOG = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class _Auto:
         return _fastest(q_SND, v_TKD).backward(dout_SND, q_SND, k_TKD, v_TKD, out_SND, lse_SN, mask, scale, dlse_SN)
 
 
-BACKENDS: dict[str, Backend] = {"auto": _Auto(), "flash": flash, "reference": reference}
+BACKENDS: dict[str, Backend] = {"auto": _Auto(), "flash": flash, "flex": flex, "reference": reference}
 
 
 def get_backend(name: str) -> Backend:
@@ -61,10 +62,12 @@ def _fastest(query: Tensor, value: Tensor) -> Backend:
 @functools.cache
 def choose(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int, deterministic: bool) -> str:
     """Name of the backend that "auto" stands for."""
-    why = flash.unusable(device, dtype, key_dim, value_dim, deterministic)
-    name = "reference" if why else "flash"
+    reasons = {"flash": flash.unusable(device, dtype, key_dim, value_dim, deterministic),
+               "flex": flex.unusable(device, key_dim, value_dim)}
+    name = next((name for name, why in reasons.items() if not why), "reference")
+    passed = "; ".join(f"not {other}: {why}" for other, why in reasons.items() if why)
     _LOG.info("attention of head dim %d in %s on %s: %s backend%s", key_dim, dtype, device.type, name,
-              f" (not flash: {why})" if why and device.type == "cuda" else "")
+              f" ({passed})" if passed and device.type == "cuda" else "")
     return name
 
 
@@ -106,12 +109,23 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """
     if len(parts) == 1:
         return parts[0]
-    lses = torch.stack([lse.t() for _, lse in parts]).transpose(1, 2)
+    outs, lses = [out for out, _ in parts], [lse for _, lse in parts]
+    return _joined()(outs, lses) if outs[0].is_cuda else _join(outs, lses)
+
+
+@functools.cache
+def _joined() -> Callable[..., tuple[Tensor, Tensor]]:
+    # One pass over the outputs, and no copy of them in float32.
+    return torch.compile(_join, dynamic=True)
+
+
+def _join(outs: list[Tensor], heads_last: list[Tensor]) -> tuple[Tensor, Tensor]:
+    lses = torch.stack([lse.t() for lse in heads_last]).transpose(1, 2)
     lse = torch.logsumexp(lses, 0)
     # A row that saw nothing anywhere has lse -inf; shifting by 0 there keeps its weights 0 instead of NaN.
     weights = (lses - torch.where(lse == float("-inf"), 0.0, lse)).exp()[..., None]
-    out = torch.stack([o.to(lse.dtype) for o, _ in parts]).mul_(weights).sum(0)
-    return out.to(parts[0][0].dtype), lse
+    out = sum(out.to(lse.dtype) * weight for out, weight in zip(outs, weights, strict=True))
+    return out.to(outs[0].dtype), lse  # type: ignore[union-attr]
 
 
 class _IntervalAttention(torch.autograd.Function):
@@ -141,7 +155,7 @@ def interval_attention(query: Tensor, key: Tensor, value: Tensor, mask: Interval
         key, value: [T, K, D]; N is a multiple of K (grouped-query attention). Value's D may differ.
         mask: int32 [S] ranges into the T keys.
         scale: score factor; default 1 / sqrt(D).
-        backend: "auto", "flash" or "reference".
+        backend: "auto", "flash", "flex" or "reference".
 
     Returns:
         out like query, and lse [S, N], the log-sum-exp of the scores, float32 (float64 for float64 input).

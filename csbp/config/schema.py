@@ -128,8 +128,8 @@ class ParallelConfig:
 class AttentionConfig:
     """Kernel choice."""
 
-    backend: str = option("auto", "auto: the fastest that this machine has; reference: plain torch",
-                         choices=("auto", "reference"))
+    backend: str = option("auto", "kernel of core attention; auto: the fastest that can compute what the model asks for",
+                         choices=("auto", "flash", "flex", "reference"))
 
 
 @dataclass(frozen=True)

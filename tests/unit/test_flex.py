@@ -1,0 +1,61 @@
+"""The flex backend's mask, and gradients of parts of a softmax. Its kernels run on GPUs only."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from csbp.attention import flex, interval_attention, reference
+from csbp.attention.mask import IntervalMask
+
+
+def case(seed: int) -> tuple[Tensor, Tensor, Tensor, IntervalMask, np.random.Generator]:
+    rng = np.random.default_rng(seed)
+    rows, clean, noised = int(rng.integers(1, 400)), int(rng.integers(1, 300)), int(rng.integers(0, 300))
+    ends, own = np.sort(rng.integers(0, clean + 1, rows)), np.sort(rng.integers(clean, clean + noised + 1, rows))
+    low, end = rng.integers(0, ends + 1), np.minimum(own + rng.integers(0, 64, rows), clean + noised)
+    low[:rows // 5], end[:rows // 5] = ends[:rows // 5], own[:rows // 5]  # see nothing
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(n, heads, 16, generator=generator) for n, heads in
+               ((rows, 4), (clean + noised, 2), (clean + noised, 2)))
+    return q, k, v, IntervalMask.from_arrays(low, ends, own, end), rng
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("seed", range(4))
+def test_forward_equals_reference(seed: int) -> None:
+    q, k, v, mask, _ = case(seed)
+    out, lse = flex.forward(q, k, v, mask, 0.3)
+    expected, expected_lse = reference.forward(q, k, v, mask, 0.3)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
+    assert lse.stride() == expected_lse.stride()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_of_a_part_follow_from_its_own(seed: int) -> None:
+    q, k, v, mask, rng = case(seed)
+    q, k, v = q.double(), k.double(), v.double()
+    cut = int(rng.integers(0, len(k)))  # the part's keys are those below
+    part = IntervalMask.from_arrays(*(np.minimum(bound, cut) for bound in mask.host))
+    out, lse = reference.forward(q, k, v, mask, 0.3)
+    dout, dlse = torch.randn(out.shape).double(), torch.randn(lse.shape).double()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask, scale: float) -> tuple[Tensor, Tensor]:
+        return interval_attention(q, k, v, mask, scale=scale)
+
+    for gradient in (None, dlse):
+        expected = reference.backward(dout, q, k[:cut], v[:cut], out, lse, part, 0.3, gradient)
+        found = flex.backward(dout, q, k[:cut], v[:cut], out, lse, part, 0.3, gradient, call=attend)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-10)
+
+
+def test_no_rows_and_no_keys() -> None:
+    none = np.zeros(0, np.int64)
+    empty, q, k = IntervalMask.from_arrays(none, none, none, none), torch.randn(0, 4, 16), torch.randn(5, 2, 16)
+    out, lse = flex.forward(q, k, k, empty, 1.0)
+    assert out.shape == (0, 4, 16) and lse.shape == (0, 4)
+    assert all(not g.any() for g in flex.backward(out, q, k, k, out, lse, empty, 1.0))
