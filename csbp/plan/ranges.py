@@ -22,15 +22,6 @@ class RowRanges:
     block_start: np.ndarray
     block_end: np.ndarray
 
-    def take(self, rows: np.ndarray) -> RowRanges:
-        """The ranges of some rows; row -1 (a dummy) sees nothing."""
-        real, safe = rows >= 0, np.maximum(rows, 0)
-        if len(self.prefix_start) == 0:
-            none = np.zeros(len(rows), np.int64)
-            return RowRanges(none, none, none, none)
-        return RowRanges(*(np.where(real, a[safe], 0) for a in
-                           (self.prefix_start, self.prefix_end, self.block_start, self.block_end)))
-
     @property
     def pairs(self) -> np.ndarray:
         """int64 [R], keys that each row sees."""

@@ -11,7 +11,7 @@ from packs import anchor_geometry, make_layout, make_pack
 from csbp.plan.geometry import Geometry, LayerKind
 from csbp.plan.ownership import assign_owners
 from csbp.plan.plan import RankPlan, plan_rank
-from csbp.plan.ranges import clean_ranges, noised_ranges
+from csbp.plan.ranges import RowRanges, clean_ranges, noised_ranges
 
 KINDS = (LayerKind(), LayerKind("near", window=7), LayerKind("causal", clean="token_causal"),
          LayerKind("noised", clean="absent", window=9, window_anchor="row", in_block="causal"))
@@ -46,11 +46,15 @@ def keys_seen(geometry: Geometry, plan: RankPlan, name: str, arriving: np.ndarra
 
 
 def truth(geometry: Geometry, kind: LayerKind, rows: RankPlan) -> list[set[tuple[str, int]]]:
-    """The same from the global ranges."""
-    parts = [] if kind.clean == "absent" else [clean_ranges(geometry, kind).take(rows.rows.clean)]
-    parts.append(noised_ranges(geometry, kind).take(rows.rows.noised))
-    return [{("clean", k) for k in range(a, b)} | {("noised", k) for k in range(c, d)} for part in parts
-            for a, b, c, d in zip(part.prefix_start, part.prefix_end, part.block_start, part.block_end, strict=True)]
+    """The same from the global ranges; a dummy sees nothing."""
+    def all_sets(ranges: RowRanges) -> list[set[tuple[str, int]]]:
+        return [{("clean", k) for k in range(a, b)} | {("noised", k) for k in range(c, d)} for a, b, c, d in zip(
+            ranges.prefix_start, ranges.prefix_end, ranges.block_start, ranges.block_end, strict=True)]
+
+    clean = [] if kind.clean == "absent" else all_sets(clean_ranges(geometry, kind))
+    noised = all_sets(noised_ranges(geometry, kind))
+    return [clean[r] for r in (rows.rows.clean if clean else ())] + [
+        noised[r] if r >= 0 else set() for r in rows.rows.noised]
 
 
 @settings(max_examples=60)
