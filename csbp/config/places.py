@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,4 +53,11 @@ def builtin_models(family: str) -> list[str]:
 
 def recipes() -> list[str]:
     """Names of the recipes."""
-    return sorted(path.stem for path in package_dir("csbp.recipes").glob("*.py") if path.stem != "__init__")
+    return list(described_recipes())
+
+
+def described_recipes() -> dict[str, str]:
+    """Name of each recipe -> what it is, the first line of its module; nothing is imported."""
+    files = sorted(path for path in package_dir("csbp.recipes").glob("*.py") if path.stem != "__init__")
+    texts = {file.stem: ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "" for file in files}
+    return {name: text.partition("\n")[0] for name, text in texts.items()}

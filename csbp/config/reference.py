@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from csbp.config.fields import Field, fields_of
+from csbp.config.places import described_recipes, experiments
 from csbp.config.schema import GenerateConfig, RunConfig, SourceConfig
 from csbp.config.typed import dump_plain
 
@@ -28,7 +29,8 @@ def reference_files() -> dict[str, str]:
 def reference_page() -> str:
     """Every setting with its type, default and meaning, as Markdown."""
     own = [field for field in fields_of(RunConfig) if "." not in field.key and not field.is_section]
-    parts = [_INTRODUCTION, "## The run\n", _table(own)]
+    parts = [_INTRODUCTION, "## Experiments\n", _list(experiments()), "## The run\n", _table(own),
+             "### Recipes\n", _list(described_recipes())]
     for name, section in _sections().items():
         parts.append(f"## {name}\n\n{_summary(section)}\n")
         parts.append(_table([f for f in fields_of(section, f"{name}.") if ".N." not in f.key]))
@@ -38,6 +40,10 @@ def reference_page() -> str:
     parts.append(f"## csbp generate\n\n{_summary(GenerateConfig)}\n")
     parts.append(_table(list(fields_of(GenerateConfig))))
     return "\n".join(parts)
+
+
+def _list(described: dict[str, str]) -> str:
+    return "\n".join(f"- `{name}`: {text}" for name, text in described.items()) + "\n"
 
 
 def _sections() -> dict[str, Any]:

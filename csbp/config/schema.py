@@ -205,7 +205,7 @@ class PlanConfig:
 class RunConfig:
     """One run. ``experiment=NAME`` picks a file of ``conf/experiment`` that sets all of it."""
 
-    recipe: str = option("convert_qwen", "module of recipes/ that drives the run")
+    recipe: str = option("convert_qwen", "module of recipes/ that drives the run, one of those below")
     experiment: str = option("", "name of the experiment file; filled in by the composer")
     run_dir: str | None = option(None, "run folder; null: runs/<experiment>-<date>")
     resume: str = option("none", "none: a fresh run; auto: go on from the newest valid checkpoint, if any",
