@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -65,7 +65,7 @@ def block_mask(mask: IntervalMask, num_keys: int) -> BlockMask:
 def attend(q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, mask: IntervalMask, scale: float) -> tuple[Tensor, Tensor]:
     """As ``reference.forward``, differentiable by FlexAttention's own backward."""
     blocks = mask.remembered(("flex", len(k_TKD)), lambda: block_mask(mask, len(k_TKD)))
-    call: Callable[..., Any] = _compiled() if q_SND.is_cuda else flex_attention
+    call = _compiled() if q_SND.is_cuda else cast(Callable[..., Any], flex_attention)
     out, aux = call(*(x.transpose(0, 1)[None] for x in (q_SND, k_TKD, v_TKD)), block_mask=blocks, scale=scale,
                     enable_gqa=q_SND.shape[1] != k_TKD.shape[1], return_aux=AuxRequest(lse=True))
     return out[0].transpose(0, 1), aux.lse[0].t()

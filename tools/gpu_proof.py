@@ -1,0 +1,133 @@
+"""Attention kernels held against float64 on a GPU: ``gpu_proof.py OUT.json [MASKS]``.
+
+Random packed masks per head size: out, dq, dk and dv of each backend in bfloat16 against the reference in float64,
+one launch and two simulated ranks (keys apart, merged, gradients brought home). Memory is poisoned before each run,
+so that a value that nobody wrote shows. Exits with 1 if a bound is broken. Legend as in csbp.attention.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from csbp.attention import flash, flex, reference
+from csbp.attention.core import BACKENDS
+from csbp.attention.operator import BoundPlan
+from csbp.attention.phases import backward_phases, forward_phases
+from csbp.comm.loopback import LoopbackWorld
+from csbp.plan.forecast import whole_pack
+from csbp.plan.geometry import Geometry, LayerKind
+from csbp.plan.plan import PackPlan
+
+BOUND, TWO_RANKS = 3e-3, 1.5
+SHAPES = ((8, 2, 64), (8, 2, 128), (4, 2, 256), (4, 4, 128), (8, 1, 96), (4, 1, 512))
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def draw(rng: np.random.Generator) -> tuple[Geometry, LayerKind]:
+    """A pack of one to six documents, and a kind of layer."""
+    lengths = [int(n) for n in rng.integers(1, 900, rng.integers(1, 7))]
+    block = int(rng.choice([1, 4, 8, 32, 100, 256]))
+    kind = LayerKind(clean=str(rng.choice(["block_causal", "token_causal"])),
+                     window=int(rng.integers(block, 600)) if rng.random() < 0.4 else None,
+                     in_block=str(rng.choice(["bidirectional", "causal"])))
+    return whole_pack(lengths, block, noised=True), kind
+
+
+def apart(found: Tensor, expected: Tensor) -> float:
+    """Relative error in the Frobenius norm."""
+    return ((found.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+def poison(gib: float = 2.0) -> None:
+    """Leave NaN in the memory that the next results will lie in."""
+    torch.full((int(gib * 2**28),), float("nan"), device="cuda")
+    for _ in range(64):
+        torch.full((1 << 16,), float("nan"), device="cuda")
+
+
+def on_ranks(world: int, plan: PackPlan, kind: LayerKind, backend: str, inputs: Sequence[Tensor],
+             scale: float) -> list[Tensor]:
+    """out, dq, dk, dv [R, heads, D] of the whole pack, put together from simulated ranks."""
+    transports = LoopbackWorld(world)
+    bound = [BoundPlan(plan.rank_plan(rank), transports.transport(rank), "cuda", backend) for rank in range(world)]
+    rows = []
+    for one in bound:
+        held = one.rank_plan.rows
+        noised = np.where(held.noised < 0, -1, plan.geometry.num_clean + held.noised)
+        rows.append(torch.from_numpy(np.concatenate([held.clean, noised])).cuda())
+    mine = [[x[r.clamp(min=0)] for x in inputs] for r in rows]
+    poison()
+    done = transports.lock_step([forward_phases(q, k, v, b.kinds[kind.name], scale)
+                                 for (q, k, v, _), b in zip(mine, bound, strict=True)])
+    poison()
+    grads = transports.lock_step([backward_phases(dout, q, k, v, out, lse, b.kinds[kind.name], scale)
+                                  for (q, k, v, dout), b, (out, lse) in zip(mine, bound, done, strict=True)])
+    whole = [torch.full_like(x, float("nan")) for x in (inputs[3], *inputs[:3])]
+    for r, (out, _), three in zip(rows, done, grads, strict=True):
+        for target, part in zip(whole, (out, *three), strict=True):
+            target[r[r >= 0]] = part[r >= 0]
+    return whole
+
+
+def worst_of(backend: str, heads: int, kv_heads: int, dim: int, masks: int) -> dict[str, Any]:
+    """Largest errors of one backend and head shape over random masks."""
+    rng, scale = np.random.default_rng(dim + heads), dim ** -0.5
+    one, two = np.zeros(4), np.zeros(4)
+    for _ in range(masks):
+        geometry, kind = draw(rng)
+        rows = geometry.num_clean + geometry.num_noised
+        inputs = [torch.randn(rows, n, dim, device="cuda", dtype=torch.bfloat16)
+                  for n in (heads, kv_heads, kv_heads, heads)]
+        q, k, v, dout = (x.double() for x in inputs)
+        mask = BoundPlan(PackPlan(geometry, (kind,), 1).rank_plan(0), LoopbackWorld(1).transport(0),
+                         "cuda", "reference").kinds[kind.name].here
+        out, lse = reference.forward(q, k, v, mask, scale)
+        expected = [out, *reference.backward(dout, q, k, v, out, lse, mask, scale)]
+        for world, errors in ((1, one), (2, two)):
+            plan = PackPlan(geometry, (kind,), world)
+            found = on_ranks(world, plan, kind, backend, inputs, scale)
+            np.maximum(errors, [apart(a, b) for a, b in zip(found, expected, strict=True)], out=errors)
+    fine = bool(np.all(one < BOUND) and np.all(two < TWO_RANKS * np.maximum(one, 1e-9)))
+    return {"backend": backend, "heads": heads, "kv_heads": kv_heads, "head_dim": dim, "masks": masks,
+            "one_rank": dict(zip(NAMES, one.tolist(), strict=True)),
+            "two_ranks": dict(zip(NAMES, two.tolist(), strict=True)), "fine": fine}
+
+
+def usable(backend: str, dim: int) -> str:
+    """Why a backend cannot take this head size; "" where it can."""
+    reasons: dict[str, Callable[[], str]] = {
+        "flash": lambda: flash.unusable(torch.device("cuda"), torch.bfloat16, dim, dim, False),
+        "flex": lambda: flex.unusable(torch.device("cuda"), dim, dim)}
+    return reasons[backend]() if backend in reasons else ""
+
+
+def main(out: Path, masks: int) -> int:
+    """Check all, record."""
+    rows = []
+    for backend in (name for name in BACKENDS if name not in ("auto", "reference")):
+        for shape in SHAPES:
+            reason = usable(backend, shape[2])
+            started = time.time()
+            row = {"backend": backend, "head_dim": shape[2], "left_out": reason} if reason else worst_of(
+                backend, *shape, masks if backend != "flex" else max(masks // 5, 2))
+            rows.append(row | {"seconds": round(time.time() - started)})
+            print(json.dumps(rows[-1]), flush=True)
+    record = {"command": "python tools/gpu_proof.py", "date": time.strftime("%Y-%m-%d"),
+              "device": torch.cuda.get_device_name(0), "bound": BOUND, "two_ranks_over_one": TWO_RANKS,
+              "versions": {"python": platform.python_version(), "torch": torch.__version__}, "rows": rows}
+    out.write_text(json.dumps(record, indent=1) + "\n")
+    return int(not all(row.get("fine", True) for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 50))
