@@ -21,7 +21,8 @@ from csbp.errors import ConfigError
 from csbp.observe.plan_report import PlanResult, as_json, show
 from csbp.plan.estimate import DEVICES, Settings
 from csbp.plan.forecast import Case, forecast, whole_pack
-from csbp.plan.shapes import ModelShape, model_shape
+from csbp.plan.limits import check_ranks, check_windows
+from csbp.plan.shapes import model_shape
 
 _BUILTIN = "builtin:"
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
@@ -32,7 +33,7 @@ def run_plan(words: Sequence[str], *, json_only: bool = False, picture: str = ""
 
     Args:
         words: settings, as for ``csbp train``. Without ``parallel.nproc`` the run has ``parallel.csbp`` x
-            ``parallel.tp`` ranks, where one of them is given.
+            ``parallel.tp`` ranks, where these are given.
         json_only: print one JSON object and nothing else.
         picture: file to draw the plan into, .svg or .png.
 
@@ -41,8 +42,8 @@ def run_plan(words: Sequence[str], *, json_only: bool = False, picture: str = ""
     """
     config = compose_run(words)
     given = {word.partition("=")[0].strip() for word in words}
-    if given & {"parallel.csbp", "parallel.tp"} and "parallel.nproc" not in given:
-        ranks = (config.parallel.csbp or 1) * config.parallel.tp
+    if given & {"parallel.csbp", "parallel.tp"} and "parallel.nproc" not in given and config.parallel.csbp:
+        ranks = config.parallel.csbp * config.parallel.tp
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, nproc=ranks))
     validate_plan(config)
     if picture and Path(picture).suffix not in (".svg", ".png"):
@@ -74,17 +75,14 @@ def plan_result(config: RunConfig) -> PlanResult:
     fields = _config_fields(config)
     shape = model_shape(fields, objective.clean_stream)
     check_split(parallel.tp, {**fields, **fields.get("text_config", {})})
-    _check_windows(shape, objective.block_size)
+    check_windows(shape.kinds, objective)
     diffusion = objective.kind == "block_diffusion"
     geometry = whole_pack(document_lengths(config.data), objective.block_size, noised=diffusion)
     case = Case(shape, geometry, hidden=(noise.t_min + noise.t_max) / 2 if diffusion else 0.0,
                 next_token=not diffusion or objective.ar_weight > 0)
     ranks, world = axis_sizes(parallel)[1], parallel.nproc // parallel.tp
     blocks = len(geometry.cell_starts) - 1
-    if ranks > blocks:
-        raise ConfigError("parallel.csbp" if parallel.csbp else "parallel.nproc", ranks,
-                          f"more ranks than blocks: the pack has {blocks} of {objective.block_size} rows; use at most "
-                          f"{blocks}, or a longer data.seq_len")
+    check_ranks(parallel, blocks, "the planned pack")
     name = config.plan.device
     if name == "auto":
         name = "cpu" if parallel.device == "cpu" else "h200"
@@ -137,13 +135,6 @@ def read_lengths(path: str) -> list[int]:
     if not found:
         raise ConfigError(field, path, "holds no length; write one document's tokens a line")
     return found
-
-
-def _check_windows(shape: ModelShape, block_size: int) -> None:
-    for kind in shape.kinds:
-        if kind.window is not None and kind.window < block_size:
-            raise ConfigError("model.shape.sliding_window", kind.window, "smaller than a block; use at most "
-                              f"objective.block_size={kind.window}, or a wider window")
 
 
 def _config_fields(config: RunConfig) -> dict[str, Any]:
