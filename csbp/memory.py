@@ -5,12 +5,15 @@ Legend: S local rows, E rows with logits, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
+
+from csbp.parallel.tensor import part_of
 
 # Beside the inputs and outputs of its linear layers, a decoder layer keeps norms, rotated queries and keys and the
 # activation function for its backward; about half as much again.
@@ -50,29 +53,41 @@ class MemoryEstimate:
 
 
 def estimate_memory(model: nn.Module, units: Sequence[nn.Module], *, world: int, rows: int, loss_rows: int,
-                    vocabulary: int, compute: torch.dtype) -> MemoryEstimate:
+                    vocabulary: int, compute: torch.dtype, tp: int = 1,
+                    plan: Mapping[str, str] | None = None) -> MemoryEstimate:
     """Of one rank with AdamW, weights sharded over all ranks and no activation checkpointing.
 
     Args:
         model: on any device, also meta.
         units: its decoder layers, which are gathered one by one.
-        world: ranks that the weights are sharded over.
+        world: all ranks.
         rows: S, clean and noised rows of a pack on one rank.
         loss_rows: E on one rank.
         vocabulary: V.
         compute: dtype of the forward.
+        tp, plan: ranks that share the heads of the same rows, and how the family splits its matrices over them.
     """
-    parameters = sum(p.numel() for p in model.parameters())
-    in_units = [sum(p.numel() for p in unit.parameters()) for unit in units]
-    shard = -(-parameters // world)
-    width = sum(layer.in_features + layer.out_features for unit in units for layer in unit.modules()
-                if isinstance(layer, nn.Linear))
+    cut = {id(module): part_of(name, plan or {}, tp) for name, module in model.named_modules()}
+
+    def held(module: nn.Module) -> int:
+        seen: dict[int, int] = {}
+        for part in module.modules():
+            for parameter in part.parameters(recurse=False):
+                seen[id(parameter)] = parameter.numel() // math.prod(cut[id(part)])
+        return sum(seen.values())
+
+    parameters, in_units = held(model), [held(unit) for unit in units]
+    shards = world // tp
+    shard = -(-parameters // shards)
+    width = sum(layer.in_features // cut[id(layer)][0] + layer.out_features // cut[id(layer)][1]
+                for unit in units for layer in unit.modules() if isinstance(layer, nn.Linear))
     gathered = parameters - sum(in_units) + 2 * max(in_units, default=0)
     return MemoryEstimate(
         weights=4 * shard, gradients=4 * shard, optimizer=8 * shard,
-        gathered=compute.itemsize * gathered if world > 1 or compute != torch.float32 else 0,
+        gathered=compute.itemsize * gathered if shards > 1 or compute != torch.float32 else 0,
         activations=round(_BESIDE_LINEAR * rows * width * compute.itemsize),
-        logits=loss_rows * vocabulary * (compute.itemsize + 4 * _LOGIT_COPIES), loading=4 * parameters)
+        logits=loss_rows * vocabulary * (compute.itemsize + 4 * _LOGIT_COPIES),
+        loading=4 * sum(p.numel() for p in model.parameters()))
 
 
 def free_memory(device: torch.device) -> int:

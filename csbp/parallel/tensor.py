@@ -16,56 +16,13 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
 from csbp.errors import ConfigError
-
-
-def _sum(x: Tensor, group: Any) -> Tensor:
-    return funcol.wait_tensor(funcol.all_reduce(x.contiguous(), "sum", group))
-
-
-class _Enter(torch.autograd.Function):
-    """The same on every rank, from where each rank computes a part: gradients add up over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _sum(dx, ctx.group), None
-
-
-class _Leave(torch.autograd.Function):
-    """The sum of the ranks' parts, the same on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        return _sum(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return dx, None
-
-
-class _Join(torch.autograd.Function):
-    """The ranks' columns side by side, the same on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, rank: int) -> Tensor:
-        ctx.rank, ctx.width = rank, x.shape[-1]
-        rows = funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous()[None], 0, group))
-        return torch.cat(rows.unbind(0), -1)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return dx.narrow(-1, ctx.rank * ctx.width, ctx.width), None, None
+from csbp.parallel.sums import Enter, Join, Leave
 
 
 class _Part:
@@ -98,7 +55,7 @@ class _CopyForHeads(_Copy):
     """Applied to this rank's heads alone: gradients of the weights add up over the ranks."""
 
     def local(self, name: str) -> Tensor:
-        return _Enter.apply(super().local(name), self.tp_group)
+        return Enter.apply(super().local(name), self.tp_group)
 
 
 class _Columns(_Part):
@@ -113,21 +70,21 @@ class _OwnColumns(_Columns):
     """The only split layer of its parent."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(_Enter.apply(x, self.tp_group))
+        return super().forward(Enter.apply(x, self.tp_group))
 
 
 class _JoinedColumns(_OwnColumns):
     """Outputs split for the product only."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Join.apply(super().forward(x), self.tp_group, self.tp_rank)
+        return Join.apply(super().forward(x), self.tp_group, self.tp_rank)
 
 
 class _Rows(_Part):
     """A linear layer's inputs split; the bias is whole and counts once."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out = _Leave.apply(functional.linear(x, self.local("weight")), self.tp_group)
+        out = Leave.apply(functional.linear(x, self.local("weight")), self.tp_group)
         return out if self.bias is None else out + self.local("bias")  # type: ignore[attr-defined]
 
 
@@ -139,7 +96,7 @@ class _Vocabulary(_Part):
         ids = ids - self.tp_rank * len(weight_VH)
         here = (ids >= 0) & (ids < len(weight_VH))
         rows = functional.embedding(torch.where(here, ids, 0), weight_VH)
-        return _Leave.apply(torch.where(here[..., None], rows, 0.0), self.tp_group)
+        return Leave.apply(torch.where(here[..., None], rows, 0.0), self.tp_group)
 
 
 class _Holder:
@@ -150,9 +107,9 @@ class _Holder:
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if inputs:
-            inputs = (_Enter.apply(inputs[0], self.tp_group), *inputs[1:])
+            inputs = (Enter.apply(inputs[0], self.tp_group), *inputs[1:])
         else:
-            named = {**named, "hidden_states": _Enter.apply(named["hidden_states"], self.tp_group)}
+            named = {**named, "hidden_states": Enter.apply(named["hidden_states"], self.tp_group)}
         return super().forward(*inputs, **named)  # type: ignore[misc]
 
 
@@ -191,7 +148,7 @@ def split_model(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> 
     cut: dict[int, nn.Parameter] = {}  # a tied weight stays one
     holders = []
     for name, module in list(model.named_modules()):
-        style = next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(name, pattern)), "")
+        style = style_of(name, plan)
         part, placed = _STYLES.get(style, (_Copy, _everywhere))
         if style == "colwise" and _columns_of(model, name, plan) > 1:
             part, holder = _Columns, model.get_submodule(name.rpartition(".")[0])
@@ -210,11 +167,23 @@ def split_model(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> 
         _mix(holder, _Holder, (), mesh)
 
 
+def style_of(name: str, plan: Mapping[str, str]) -> str:
+    """The style that a plan gives to the module of that name; empty where it is copied."""
+    return next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(name, pattern)), "")
+
+
+def part_of(name: str, plan: Mapping[str, str], tp: int) -> tuple[int, int]:
+    """Into how many parts a plan cuts the inputs and the outputs of the matrix of that module."""
+    _, placed = _STYLES.get(style_of(name, plan), (_Copy, _everywhere))
+    where = placed("weight")
+    return tp if where == Shard(1) else 1, tp if where == Shard(0) else 1
+
+
 def _columns_of(model: nn.Module, name: str, plan: Mapping[str, str]) -> int:
     """How many layers split by columns the module has that holds this one."""
     parent = name.rpartition(".")[0]
-    return sum(any(style == "colwise" and fnmatch.fnmatchcase(f"{parent}.{child}", pattern)
-                   for pattern, style in plan.items()) for child, _ in model.get_submodule(parent).named_children())
+    return sum(style_of(f"{parent}.{child}", plan) == "colwise"
+               for child, _ in model.get_submodule(parent).named_children())
 
 
 def _mix(module: nn.Module, part: type, names: tuple[str, ...], mesh: DeviceMesh) -> None:

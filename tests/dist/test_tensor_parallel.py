@@ -5,11 +5,21 @@ Ranks are numbered tp fastest: every second one has the same rows as the one bef
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 from exact import EXACT, assert_exact, assert_same_grads, csbp_model, expected, noising, step_on_ranks
 from packs import make_pack
 
+from csbp.checkpoint.shards import load_model
+from csbp.checkpoint.store import CheckpointStore
+from csbp.config.schema import ParallelConfig
+from csbp.memory import estimate_memory
+from csbp.models.registry import get_adapter
+from csbp.parallel.apply import parallelize
+from csbp.parallel.runtime import start_runtime
 from csbp.plan.shapes import model_shape
 from csbp.plan.split import split_bytes
 
@@ -70,9 +80,9 @@ def test_each_rank_sends_its_own_heads(ranks):
 
 def bytes_of_the_axis(packs, how, csbp, parallel):
     """What the tp axis brings into this rank in a step, as rings of sums and gathers do it."""
-    from csbp.parallel import tensor
+    from csbp.parallel import sums
 
-    found, real, join = [], tensor._sum, tensor.funcol.all_gather_tensor
+    found, real, join = [], sums._sum, sums.funcol.all_gather_tensor
 
     def count(x, *group):
         found.append(x.nbytes if x.dim() == 3 else 0)  # rows; weights of norms are left out
@@ -82,11 +92,11 @@ def bytes_of_the_axis(packs, how, csbp, parallel):
         found.append(x.nbytes)
         return join(x, *place)
 
-    tensor._sum, tensor.funcol.all_gather_tensor = count, gather
+    sums._sum, sums.funcol.all_gather_tensor = count, gather
     try:
         share = step_on_ranks(packs, how, csbp, None, parallel)
     finally:
-        tensor._sum, tensor.funcol.all_gather_tensor = real, join
+        sums._sum, sums.funcol.all_gather_tensor = real, join
     return sum(found), share.asked, [len(rows) for rows in share.rows]
 
 
@@ -101,3 +111,64 @@ def test_planned_bytes_of_the_axis(ranks, checkpointing):
                               itemsize=8)
         after = 8 * (rows * shape.hidden * (2 * shape.layers + 1) + rows * shape.vocabulary / 2)
         assert found == planned.item() + after
+
+
+def weights_held(csbp):
+    """Numbers of all parameters that this rank keeps."""
+    return sum(p.to_local().numel() for p in split_model_here(csbp, {})[0].parameters())
+
+
+@pytest.mark.parametrize("csbp", [1, pytest.param(2, marks=slow)])
+def test_estimated_weights_are_those_of_a_rank(ranks, csbp):
+    adapter, model = get_adapter("qwen3"), csbp_model()
+    need, whole = (estimate_memory(model, adapter.units(model), world=2 * csbp, rows=10, loss_rows=4, vocabulary=40,
+                                   compute=torch.bfloat16, tp=tp, plan=adapter.tp_plan(model)) for tp in (2, 1))
+    assert set(ranks(2 * csbp, weights_held, csbp)) == {need.weights // 4}
+    assert need.loading == whole.loading and need.activations < 0.8 * whole.activations
+
+
+def split_model_here(csbp, shape):
+    config = ParallelConfig(nproc=2 * csbp, csbp=csbp, tp=2, device="cpu")
+    runtime, adapter, model = start_runtime(config, lambda: Path("unused")), get_adapter("qwen3"), csbp_model(**shape)
+    parallelize(model, adapter.units(model), config, runtime, torch.float64, adapter.tp_plan(model))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def save_split(folder, csbp, shape):
+    model, optimizer = split_model_here(csbp, shape)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = parameter.detach() * (number + 1)
+    optimizer.step()
+    CheckpointStore(Path(folder)).save(1, model, optimizer, {})
+    return whole(model, optimizer)
+
+
+def load_split(folder, csbp, shape):
+    model, optimizer = split_model_here(csbp, shape)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    store = CheckpointStore(Path(folder))
+    store.load(store.newest_valid(), model, optimizer)
+    return whole(model, optimizer)
+
+
+def whole(model, optimizer):
+    """Every weight and its moments, gathered."""
+    found = {name: p.full_tensor() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        found |= {f"{name}/{key}": v.full_tensor() for key, v in optimizer.state[p].items() if key != "step"}
+    return found
+
+
+@pytest.mark.parametrize("shape", ["odd", pytest.param("tied", marks=slow)])
+def test_checkpoints_of_pieces_of_pieces(ranks, tmp_path, shape):
+    written = ranks(4, save_split, str(tmp_path), 2, SHAPES[shape])[0]
+    read = ranks(2, load_split, str(tmp_path), 1, SHAPES[shape])[0]
+    model = csbp_model(**SHAPES[shape])
+    start = {name: value.clone() for name, value in model.named_parameters()}
+    load_model(tmp_path / "checkpoints" / "step-00000001", model)
+    assert read.keys() == written.keys() and len(read) == 3 * len(start)
+    assert all(torch.equal(read[name], value) for name, value in written.items())
+    for name, value in model.named_parameters():
+        assert torch.equal(value, written[name]) and not torch.equal(value, start[name])

@@ -1,0 +1,55 @@
+"""What the ranks of a tp axis tell each other in a forward and its backward: three functions of autograd.
+
+They call functional collectives, which compile for any number of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+
+
+def _sum(x: Tensor, group: Any) -> Tensor:
+    return funcol.wait_tensor(funcol.all_reduce(x.contiguous(), "sum", group))
+
+
+class Enter(torch.autograd.Function):
+    """The same on every rank, from where each rank computes a part: gradients add up over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _sum(dx, ctx.group), None
+
+
+class Leave(torch.autograd.Function):
+    """The sum of the ranks' parts, the same on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return dx, None
+
+
+class Join(torch.autograd.Function):
+    """The ranks' columns side by side, the same on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, rank: int) -> Tensor:
+        ctx.rank, ctx.width = rank, x.shape[-1]
+        rows = funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous()[None], 0, group))
+        return torch.cat(rows.unbind(0), -1)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return dx.narrow(-1, ctx.rank * ctx.width, ctx.width), None, None
