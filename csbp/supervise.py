@@ -122,6 +122,7 @@ class _Job:
 
     @property
     def stopping(self) -> bool:
+        """A signal has asked for a stop."""
         return self.asked_at is not None
 
     def ask_to_stop(self, number: int, frame: FrameType | None) -> None:
@@ -133,6 +134,7 @@ class _Job:
             self.hurried, self.deadline = True, now + self.grace
 
     def start(self) -> None:
+        """Start every rank, each in a session of its own."""
         for rank in self.ranks:
             output: IO[bytes] | None = None
             if rank.log:

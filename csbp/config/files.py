@@ -60,6 +60,7 @@ class _Walk:
         self.file, self.holder, self.nodes = file, holder, 0
 
     def check(self, node: yaml.Node, above: tuple[int, ...]) -> None:
+        """Refuse what is wrong below a node; ``above`` are the ids of those that hold it."""
         self.nodes += 1
         line = node.start_mark.line + 1
         if id(node) in above:
