@@ -1,7 +1,7 @@
 """Short runs on one and two GPUs that must agree: ``gpu_smoke.py OUT.json [KEY=VALUE ...]``.
 
-The same 20 steps of quickstart's model in float32: one GPU; two GPUs by csbp, context and block; csbp with compiled
-layers and selective checkpointing; csbp with bfloat16 compute beside one GPU with it. Prints and records the largest
+The same 20 steps of quickstart's model in float32: one GPU; two GPUs by csbp, context and block, or sharing heads
+(tp); csbp and tp with compiled layers and selective checkpointing; csbp with bfloat16 compute beside one GPU with it. Prints and records the largest
 relative difference of losses and gradient norms from the one-GPU run.
 """
 
@@ -25,6 +25,9 @@ RUNS: dict[str, tuple[str, list[str]]] = {
     "context": ("one", ["parallel.nproc=2", "parallel.kind=context"]),
     "block": ("one", ["parallel.nproc=2", "parallel.kind=block"]),
     "data": ("one", ["parallel.nproc=2", "parallel.kind=data", "train.packs_per_step=2"]),
+    "tp": ("one", ["parallel.nproc=2", "parallel.tp=2"]),
+    "tp, compiled, attention kept": ("one", ["parallel.nproc=2", "parallel.tp=2", "parallel.compile=true",
+                                             "parallel.checkpointing=attention"]),
     "one, bfloat16": ("one, bfloat16", ["parallel.nproc=1", "train.dtype=bfloat16"]),
     "csbp, bfloat16, compiled": ("one, bfloat16", ["parallel.nproc=2", "train.dtype=bfloat16",
                                                    "parallel.compile=true"]),
