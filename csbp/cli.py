@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from csbp import __version__
+from csbp.config.bench import BenchAttentionConfig, BenchStepConfig
 from csbp.config.fields import fields_of, nearest_name
 from csbp.config.places import experiments
 from csbp.config.schema import GenerateConfig
@@ -79,18 +80,28 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
                 "parallel.nproc=16 data.seq_len=262144")
     plan.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     plan.add_argument("--picture", default="", metavar="FILE", help="draw who owns and reads what: .svg or .png")
+    bench = _add(commands, "bench", _bench, "measure attention or whole steps: time, TFLOP/s, memory, communication",
+                 "csbp bench attention takes:\n" + _settings_of(BenchAttentionConfig)
+                 + "\n\ncsbp bench step takes experiment=NAME and what changes it, as csbp train, and:\n"
+                 + _settings_of(BenchStepConfig) + "\n\nWhat is measured, and how: docs/benchmarks.md\n\nexamples:\n"
+                 "  csbp bench attention preset=h200\n"
+                 "  torchrun --nproc-per-node 2 $(which csbp) bench attention preset=h200\n"
+                 "  csbp bench step experiment=quickstart \"variants=[default, 'parallel.checkpointing=full']\"")
+    bench.add_argument("--json", action="store_true", help="print one JSON list and nothing else")
+    bench.add_argument("--out", default="", metavar="FILE", help="put the rows into this file of results, each in the "
+                                                                 "place of the one with its name")
     _add(commands, "generate", _generate, "write text with a trained model",
-         f"settings are written KEY=VALUE:\n{_generate_settings()}\n\nexample:\n  csbp generate model=runs/first "
-         "'prompt=def add(a, b):' max_new_tokens=32")
+         f"settings are written KEY=VALUE:\n{_settings_of(GenerateConfig)}\n\nexample:\n"
+         "  csbp generate model=runs/first 'prompt=def add(a, b):' max_new_tokens=32")
     _add(commands, "export", _export, "write a run's newest checkpoint as a Hugging Face folder",
          "settings:\n  run_dir=DIR   the run\n  out=DIR       where to; default: run_dir/export")
     return parser, list(commands.choices)
 
 
-def _generate_settings() -> str:
+def _settings_of(command: type) -> str:
     """A line or two for each."""
     lines = []
-    for field in fields_of(GenerateConfig):
+    for field in fields_of(command):
         takes = f"; {field.expects()}; default {field.default}" if field.default != "" else ""
         lines += textwrap.wrap(f"{field.key:<15} {field.help}{takes}", 100, initial_indent="  ",
                                subsequent_indent=" " * 18)
@@ -128,6 +139,18 @@ def _plan(arguments: argparse.Namespace) -> int:
     from csbp.plan_cli import run_plan
 
     return run_plan(arguments.settings, json_only=arguments.json, picture=arguments.picture)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    what, *settings = arguments.settings or [""]
+    if what not in ("attention", "step"):
+        raise ConfigError("csbp bench", what, nearest_name(what, ["attention", "step"], "it measures"))
+    if what == "attention":
+        from csbp.bench.attention import run_attention as run
+    else:
+        from csbp.bench.step import run_step as run
+
+    return run(settings, json_only=arguments.json, out=arguments.out)
 
 
 def _generate(arguments: argparse.Namespace) -> int:

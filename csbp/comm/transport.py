@@ -62,6 +62,8 @@ class Counting:
         self.sent_rows: dict[str, int] = {}
         self.sent_bytes: dict[str, int] = {}
         self.waited_seconds = 0.0  # of the host, for exchanges that were not over when their rows were needed
+        # To measure: events of the device's stream before and after each wait. None: no events are made.
+        self.waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
 
     def count(self, outgoing: Outgoing) -> None:
         """Note what leaves the rank."""
@@ -86,9 +88,15 @@ class _InFlight:
     transport: Counting
 
     def wait(self) -> Tensor:
+        waits = self.transport.waits
+        if waits is not None:
+            waits.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            waits[-1][0].record()
         started = time.perf_counter()
         self.work.wait()
         self.transport.waited_seconds += time.perf_counter() - started
+        if waits is not None:
+            waits[-1][1].record()
         return self.received
 
 

@@ -29,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from csbp.config.bench import BenchAttentionConfig, BenchStepConfig
 from csbp.config.content import check_keys, refuse_code
 from csbp.config.fields import find_field, nearest_name
 from csbp.config.files import OWN_FILE, place, read_mapping
@@ -74,8 +75,13 @@ def compose_run(words: Sequence[str]) -> RunConfig:
 
 def compose_generate(words: Sequence[str]) -> GenerateConfig:
     """The configuration of ``csbp generate``; see ``compose_run``."""
-    _, values = split_words(words, GenerateConfig, set())
-    return _compose("generate", GenerateConfig, [], values, conf_dir() / "generate.yaml")
+    return compose_flat("generate", GenerateConfig, words)
+
+
+def compose_flat(name: str, cls: type[T], words: Sequence[str]) -> T:
+    """The configuration of a command that has one file, ``conf/NAME.yaml``, and no groups; see ``compose_run``."""
+    _, values = split_words(words, cls, set())
+    return _compose(name, cls, [], values, conf_dir() / f"{name}.yaml")
 
 
 def _compose(name: str, cls: type[T], overrides: list[str], values: dict[str, str], file: Path) -> T:
@@ -99,8 +105,9 @@ def _compose(name: str, cls: type[T], overrides: list[str], values: dict[str, st
 @cache
 def _register_schemas() -> None:
     """What lets Hydra refuse unknown keys and wrong types in files; named in the defaults lists."""
-    for name, cls in (("config_schema", RunConfig), ("generate_schema", GenerateConfig)):
-        ConfigStore.instance().store(name=name, node=open_schema(cls))
+    for name, cls in (("config", RunConfig), ("generate", GenerateConfig), ("bench_attention", BenchAttentionConfig),
+                      ("bench_step", BenchStepConfig)):
+        ConfigStore.instance().store(name=f"{name}_schema", node=open_schema(cls))
 
 
 def _register(file: Path) -> None:

@@ -10,17 +10,24 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from csbp.config.bench import BenchAttentionConfig, BenchStepConfig
 from csbp.config.fields import Field, fields_of
 from csbp.config.places import described_recipes, experiments
 from csbp.config.schema import GenerateConfig, RunConfig, SourceConfig
 from csbp.config.typed import dump_plain
 
+# conf/NAME.yaml -> the command that it is of, and its settings.
+COMMANDS: dict[str, tuple[str, type]] = {
+    "generate": ("csbp generate", GenerateConfig), "bench_attention": ("csbp bench attention", BenchAttentionConfig),
+    "bench_step": ("csbp bench step", BenchStepConfig)}
 _ORIGIN = "Written by `python -m csbp.config.reference` from csbp/config/schema.py; edit that file instead."
 
 
 def reference_files() -> dict[str, str]:
     """Path within the checkout -> text, of every generated file."""
-    files = {"docs/configuration.md": reference_page(), "conf/generate.yaml": _generate_defaults()}
+    files = {"docs/configuration.md": reference_page()}
+    for name, (_, command) in COMMANDS.items():
+        files[f"conf/{name}.yaml"] = _command_defaults(name, command)
     for name, section in _sections().items():
         files[f"conf/{name}/default.yaml"] = _group_defaults(name, section)
     return files
@@ -37,8 +44,9 @@ def reference_page() -> str:
         if name == "data":
             parts.append(f"### Entries of data.sources and data.validation\n\n{_summary(SourceConfig)}\n")
             parts.append(_table(list(fields_of(SourceConfig, "data.sources.N."))))
-    parts.append(f"## csbp generate\n\n{_summary(GenerateConfig)}\n")
-    parts.append(_table(list(fields_of(GenerateConfig))))
+    for title, command in COMMANDS.values():
+        parts.append(f"## {title}\n\n{_summary(command)}\n")
+        parts.append(_table(list(fields_of(command))))
     return "\n".join(parts)
 
 
@@ -74,9 +82,10 @@ def _group_defaults(name: str, section: type) -> str:
     return f"# {_summary(section)}\n# {_ORIGIN}\n{_settings(section)}"
 
 
-def _generate_defaults() -> str:
-    return (f"# {_summary(GenerateConfig)}\n# {_ORIGIN}\ndefaults:\n  - generate_schema\n  - _self_\n"
-            f"{_settings(GenerateConfig)}")
+def _command_defaults(name: str, command: type) -> str:
+    origin = _ORIGIN.replace("csbp/config/schema", command.__module__.replace(".", "/"))
+    return (f"# {_summary(command)}\n# {origin}\ndefaults:\n  - {name}_schema\n  - _self_\n"
+            f"{_settings(command)}")
 
 
 def _settings(section: type) -> str:

@@ -57,6 +57,23 @@ def validate_plan(config: RunConfig) -> None:
     _check_numbers(config)
 
 
+def validate_synthetic(config: RunConfig) -> None:
+    """Refuse a run on random tokens from random weights that cannot work: no data and no tokenizer are asked for.
+
+    Raises:
+        ConfigError: as ``validate_run``.
+    """
+    check_bounds(config)
+    _check_trainable(config)
+    if config.model.path:
+        _check_folder("model.path", config.model.path, [config.model.family])
+    elif not config.model.shape:
+        raise ConfigError("model.shape", {}, "give the sizes, model.shape={hidden_size: ..., ...}, or a model.path "
+                                             "with a config.json")
+    _check_objective(config)
+    _check_numbers(config)
+
+
 def validate_generate(config: GenerateConfig) -> None:
     """Refuse a ``csbp generate`` that cannot work. Raises ConfigError."""
     check_bounds(config)

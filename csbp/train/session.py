@@ -66,27 +66,40 @@ def open_session(config: RunConfig, runtime: Runtime) -> Session:
     Raises:
         ConfigError: something in the configuration cannot work with this tokenizer, data or model.
     """
-    if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+    heed_determinism(config)
     adapter = get_adapter(config.model.family)
     tokenizer = run_tokenizer(config)
     streams = {split: open_stream(config.data, seed=config.seed, tokenizer=tokenizer, split=split)
                for split in ("train", "validation")}
     model = build_model(config, adapter)
     mask = mask_token(config, tokenizer, rows=model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
-    model.to(runtime.device)
-    compute = torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32
-    parallelize(model, adapter.units(model), config.parallel, runtime, compute, adapter.tp_plan(model))
+    optimizer, runner = make_ready(config, runtime, adapter, model)
     objective, noise = evaluation_of(config.objective, config.noise, config.train.eval_t_min)
     return Session(
-        config, runtime, tokenizer, adapter, model, build_optimizer(model, config.optim),
-        StepRunner(model, adapter, runtime, config.attention.backend,
-                   model_shape(adapter.export_config(model, {}), config.objective.clean_stream)),
+        config, runtime, tokenizer, adapter, model, optimizer, runner,
         training=Noising(config.objective, config.noise, mask, config.seed),
         evaluation=Noising(objective, noise, mask, config.train.eval_seed),
         train_stream=streams["train"], held_out=streams["validation"],
         store=CheckpointStore(runtime.run_dir, keep=config.checkpoint.keep))
+
+
+def heed_determinism(config: RunConfig) -> None:
+    """Allow only algorithms that repeat bit for bit, where the run asks for it. Comes before any work on the device."""
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def make_ready(config: RunConfig, runtime: Runtime, adapter: ModelAdapter,
+               model: nn.Module) -> tuple[torch.optim.AdamW, StepRunner]:
+    """Move a full-size model, equal on every rank, to its device and shard it there; its optimizer and its runner.
+    Collective."""
+    model.to(runtime.device)
+    compute = torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32
+    parallelize(model, adapter.units(model), config.parallel, runtime, compute, adapter.tp_plan(model))
+    shape = model_shape(adapter.export_config(model, {}), config.objective.clean_stream)
+    return (build_optimizer(model, config.optim),
+            StepRunner(model, adapter, runtime, config.attention.backend, shape))
 
 
 def run_tokenizer(config: RunConfig) -> PreTrainedTokenizerFast:

@@ -1,0 +1,147 @@
+"""What is to be measured: read from the command line, checked before anything is built. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+from csbp.bench.packs import document_lengths
+from csbp.bench.presets import key_of, rows, split_settings
+from csbp.config.bench import BenchAttentionConfig, BenchStepConfig
+from csbp.config.compose import compose_flat, compose_run
+from csbp.config.schema import MAX_ROWS, RunConfig
+from csbp.config.validate import check_bounds, validate_synthetic
+from csbp.errors import ConfigError
+
+DEFAULT = "default"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """One row of ``csbp bench step``: a run, and the variants of it that are compared.
+
+    Attributes:
+        bench: its own settings.
+        runs: what each variant is called -> its configuration, in the order given.
+    """
+
+    bench: BenchStepConfig
+    runs: dict[str, RunConfig]
+
+
+def attention_cases(words: Sequence[str], world: int) -> list[BenchAttentionConfig]:
+    """What ``csbp bench attention`` measures on ``world`` ranks: one configuration, or the rows of a preset.
+
+    Raises:
+        ConfigError: a setting that cannot be measured.
+    """
+    found = [compose_flat("bench_attention", BenchAttentionConfig, row) for row in rows(words, "attention")]
+    for case in found:
+        _check_attention(case)
+    found = _for_ranks(found, [case.ranks for case in found], world)
+    for case in found:
+        for name in ("device", "threads"):
+            if getattr(case, name) != getattr(found[0], name):
+                raise ConfigError(name, getattr(case, name), "is the same for all rows; set it beside preset=")
+        blocks = min(-(-length // case.block_size) for length in case.lengths)
+        if case.kind != "data" and blocks < world:
+            raise ConfigError("lengths", list(case.lengths), f"a pack of {blocks} block(s) is too short for {world} "
+                                                             "ranks; lengthen it, or use a smaller block_size")
+    return [case if case.name else replace(case, name=_title(case)) for case in found]
+
+
+def _for_ranks(cases: list[T], wanted: list[int | None], world: int) -> list[T]:
+    """The cases that are for so many ranks."""
+    kept = [case for case, ranks in zip(cases, wanted, strict=True) if ranks in (None, world)]
+    if not kept:
+        raise ConfigError("ranks", wanted[0], f"{world} rank(s) were started; start {wanted[0]}: torchrun "
+                                              f"--nproc-per-node {wanted[0]} $(which csbp) bench ...")
+    return kept
+
+
+def _check_attention(case: BenchAttentionConfig) -> None:
+    check_bounds(case)
+    if not case.lengths or not all(0 < length <= MAX_ROWS for length in case.lengths):
+        raise ConfigError("lengths", list(case.lengths), f"must be whole numbers from 1 to {MAX_ROWS:,}, as in "
+                                                         "[32768, 65536]")
+    if case.heads % case.kv_heads:
+        raise ConfigError("kv_heads", case.kv_heads, f"must divide heads={case.heads}")
+    if case.window is not None and case.window < case.block_size:
+        raise ConfigError("window", case.window, f"smaller than a block; at least block_size={case.block_size}")
+    if case.documents == "packed" and case.longest > min(case.lengths):
+        raise ConfigError("longest", case.longest, f"longer than a pack of lengths={list(case.lengths)}")
+    if not case.backends:
+        raise ConfigError("backends", [], "name at least one, or auto")
+    document_lengths(case, 1)  # reads the file, if there is one
+
+
+def _title(case: BenchAttentionConfig) -> str:
+    """What tells a row from others: the pack, the heads, and settings that are not the usual ones."""
+    documents = {"one": "one document", "packed": f"packed, median {case.median}, longest {case.longest}"}
+    parts = [documents.get(case.documents, os.path.basename(case.documents)), f"B={case.block_size}",
+             f"{case.heads}/{case.kv_heads} heads", f"d={case.head_dim}"]
+    parts += [f"window {case.window}"] if case.window is not None else []
+    parts += ["token-causal"] if case.clean_stream == "token_causal" else []
+    parts += [case.dtype] if case.dtype != "bfloat16" else []
+    parts += [case.exchange] if case.exchange != "exact" else []
+    return ", ".join(parts)
+
+
+def step_cases(words: Sequence[str], world: int) -> list[StepCase]:
+    """What ``csbp bench step`` measures on ``world`` ranks.
+
+    Raises:
+        ConfigError: a setting that cannot be measured.
+    """
+    found = [_step_case(row, world) for row in rows(words, "step")]
+    found = _for_ranks(found, [case.bench.ranks for case in found], world)
+    runs = [config for case in found for config in case.runs.values()]
+    for nproc in (config.parallel.nproc for config in runs):
+        if nproc != world:
+            raise ConfigError("parallel.nproc", nproc, f"{world} rank(s) were started; leave it out, or start {nproc}: "
+                                                       f"torchrun --nproc-per-node {nproc} $(which csbp) bench ...")
+    for section, name in (("parallel", "device"), ("parallel", "threads"), ("train", "deterministic")):
+        values = [getattr(getattr(config, section), name) for config in runs]
+        if len(set(values)) > 1:
+            raise ConfigError(f"{section}.{name}", values[1], "is the same for all that is compared; set it beside the "
+                                                              "variants")
+    return found
+
+
+def _step_case(words: Sequence[str], world: int) -> StepCase:
+    own = {field.name for field in fields(BenchStepConfig)}
+    bench = compose_flat("bench_step", BenchStepConfig, [word for word in words if key_of(word) in own])
+    check_bounds(bench)
+    if not bench.variants:
+        raise ConfigError("variants", [], "name at least one, or leave it out")
+    shared = [f"parallel.nproc={bench.ranks or world}", *(word for word in words if key_of(word) not in own)]
+    runs: dict[str, RunConfig] = {}
+    for variant in bench.variants:
+        label, changes = _labelled(variant)
+        if label in runs:
+            raise ConfigError("variants", list(bench.variants), f"{label!r} is there twice")
+        runs[label] = _synthetic(compose_run([*shared, *changes]))
+        validate_synthetic(runs[label])
+    first = next(iter(runs.values()))
+    return StepCase(bench if bench.name else replace(bench, name=first.experiment), runs)
+
+
+def _labelled(variant: str) -> tuple[str, list[str]]:
+    """What a variant is called, and its settings: LABEL: KEY=VALUE KEY=VALUE."""
+    before, colon, rest = variant.partition(":")
+    label, text = (before.strip(), rest) if colon and "=" not in before else (variant, variant)
+    changes = [] if text.strip() == DEFAULT else split_settings("variants", text)
+    for change in changes:
+        if "=" not in change:
+            raise ConfigError("variants", variant, f"{change} is no setting of csbp train; write KEY=VALUE, or "
+                                                   f"{DEFAULT} alone")
+    return label, changes
+
+
+def _synthetic(config: RunConfig) -> RunConfig:
+    """The same run from random weights, on which its speed does not depend. Where there is a shape, no file is read."""
+    model = replace(config.model, init="random", path="" if config.model.shape else config.model.path)
+    return replace(config, model=model)

@@ -1,0 +1,195 @@
+"""``csbp bench step``: whole optimizer steps on random tokens, variants of one run side by side."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from csbp.bench.cases import StepCase, step_cases
+from csbp.bench.clock import by_rank, slowest, spread, time_parts
+from csbp.bench.records import GIB, Report, check_out, slow_link
+from csbp.comm.transport import Counting
+from csbp.config.bench import BenchStepConfig
+from csbp.config.mesh import check_split
+from csbp.config.schema import ParallelConfig, RunConfig
+from csbp.data.batch import PackedBatch
+from csbp.launch import started_ranks
+from csbp.models.registry import get_adapter
+from csbp.observe.accounting import utilisation
+from csbp.parallel.runtime import Runtime, start_runtime
+from csbp.plan.estimate import DEVICES
+from csbp.plan.forecast import whole_pack
+from csbp.plan.limits import check_ranks, check_windows
+from csbp.plan_cli import document_lengths
+from csbp.train.ready import build_on_meta
+from csbp.train.session import build_model, heed_determinism, make_ready
+from csbp.train.step import Noising, StepResult
+
+COLUMNS = {"step_ms": "step ms", "step_iqr_ms": "IQR ms", "tokens_per_second": "clean tok/s",
+           "useful_tflops": "TFLOP/s/GPU", "mfu": "MFU", "ratio_to_first": "/ first", "peak_gib": "peak GiB",
+           "wire_gib": "wire GiB", "exposed_comm_ms": "exposed ms", "exposed_comm_fraction": "exposed"}
+
+
+def run_step(words: Sequence[str], *, json_only: bool = False, out: str = "") -> int:
+    """Measure and say what was found. Collective, where torchrun has started ranks.
+
+    Args:
+        words: settings of the benchmark and of the run, ``key=value`` each.
+        json_only: print one JSON list and nothing else.
+        out: file of results to put the rows into.
+
+    Returns:
+        The exit code: 1 if a variant could not be measured.
+
+    Raises:
+        ConfigError: a setting that cannot be measured here; before any measurement.
+    """
+    world = started_ranks() or 1
+    cases = step_cases(words, world)
+    check_out(out)
+    for case in cases:
+        for config in case.runs.values():
+            check_step(config)
+    first = next(iter(cases[0].runs.values()))
+    heed_determinism(first)
+    runtime = start_runtime(first.parallel, Path)
+    report = Report("step", words, runtime, COLUMNS, json_only, out)
+    meshes = {mesh_of(first): runtime}
+    for case in cases:
+        measure_case(case, meshes, report)
+    code = report.finish()
+    runtime.close()
+    return code
+
+
+def check_step(config: RunConfig) -> None:
+    """Refuse a run whose model cannot be built, split or shared among its ranks.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    adapter = get_adapter(config.model.family)
+    model = build_on_meta(config, adapter)
+    check_split(config.parallel.tp, adapter.export_config(model, {}))
+    check_windows(adapter.layer_kinds(model, config.objective.clean_stream), config.objective)
+    pack = whole_pack(document_lengths(config.data), config.objective.block_size, noised=False)
+    check_ranks(config.parallel, len(pack.cell_starts) - 1, "the measured pack")
+
+
+def mesh_of(config: RunConfig) -> ParallelConfig:
+    """What of a run decides how its ranks are grouped."""
+    return replace(config.parallel, checkpointing="none", offload=False, compile=False)
+
+
+def measure_case(case: StepCase, meshes: dict[ParallelConfig, Runtime], report: Report) -> None:
+    """One row for each variant. Collective.
+
+    Args:
+        meshes: those that were made already, so that variants on the same mesh use the same groups.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for variant, config in case.runs.items():
+        report.progress(f"{case.bench.name}, {variant}")
+        runtime = meshes.get(mesh_of(config)) or start_runtime(config.parallel, Path)
+        meshes[mesh_of(config)] = runtime
+        try:
+            found[variant] = measure_variant(runtime, case.bench, config)
+        except Exception as error:  # the others can still be compared
+            if runtime.world > 1:
+                raise  # the other ranks may be waiting for this one
+            found[variant] = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        _free(runtime)
+    speeds = {variant: row.get("tokens_per_second") for variant, row in found.items()}
+    first = next(iter(speeds.values()))
+    plain = next((speeds[variant] for variant, config in case.runs.items() if _flex_full(config)), None)
+    for variant, row in found.items():
+        config, speed = case.runs[variant], speeds[variant]
+        parallel, lengths = config.parallel, document_lengths(config.data)
+        report.add({
+            "name": f"{case.bench.name}, {variant}{slow_link()}", "gpus": parallel.nproc,
+            "case": case.bench.name, "variant": variant, "kind": parallel.kind if parallel.nproc > 1 else "one",
+            "backend": config.attention.backend, "checkpointing": parallel.checkpointing,
+            "offload": parallel.offload, "compile": parallel.compile, "dtype": config.train.dtype,
+            "tokens": sum(lengths), "documents": len(lengths), "packs_per_step": config.train.packs_per_step,
+            "block_size": config.objective.block_size, **row,
+            "ratio_to_first": speed / first if speed and first else None,
+            "ratio_to_flex_full": speed / plain if speed and plain else None})
+
+
+def _flex_full(config: RunConfig) -> bool:
+    """The plain way: FlexAttention, full checkpointing, nothing compiled."""
+    parallel = config.parallel
+    return config.attention.backend == "flex" and parallel.checkpointing == "full" and not parallel.compile
+
+
+def measure_variant(runtime: Runtime, bench: BenchStepConfig, config: RunConfig) -> dict[str, Any]:
+    """The numbers of one row, equal on every rank. Collective."""
+    adapter, cuda = get_adapter(config.model.family), runtime.device.type == "cuda"
+    with runtime.device:  # random weights are drawn there
+        model = build_model(config, adapter)
+    rows: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment, operator]
+    parameters = sum(p.numel() for p in model.parameters())
+    optimizer, runner = make_ready(config, runtime, adapter, model)
+    mask = rows - 1 if config.model.mask_token_id is None else config.model.mask_token_id
+    noising = Noising(config.objective, config.noise, mask, config.seed)
+    packs = [synthetic_packs(config, rows - 1, step) for step in range(bench.warmup + bench.repeats)]
+    results: list[StepResult] = []
+    transport = runtime.transport
+    assert isinstance(transport, Counting)
+
+    def run(turn: int) -> Iterator[None]:
+        if turn == bench.warmup:
+            transport.waits = [] if cuda else None
+            if cuda:
+                torch.cuda.reset_peak_memory_stats(runtime.device)
+        works = runner.prepare(packs[turn], noising, turn)
+        result = runner.run(works, train=True)
+        results.append(runner.update(result, optimizer, config.optim.clip_norm))
+        yield
+
+    parts = time_parts(runtime, run, warmup=bench.warmup, repeats=bench.repeats, seconds=float("inf"))
+    step, timed = spread(slowest(runtime, parts).sum(1)), results[bench.warmup:]
+    if not all(result.updated for result in timed):
+        return {"error": "a loss or gradient was not finite, so that not all steps updated the weights"}
+    waited = 1e3 * float(np.mean([result.exposed_seconds for result in timed]))
+    if cuda:
+        waits, transport.waits = transport.waits or [], None
+        waited = float(by_rank(runtime, [sum(a.elapsed_time(b) for a, b in waits) / len(timed)]).mean())
+    last = timed[-1]
+    seconds = step.median / 1e3
+    peak = by_rank(runtime, [torch.cuda.max_memory_allocated(runtime.device) / GIB]).max() if cuda else None
+    known = cuda and "H200" in torch.cuda.get_device_name(runtime.device)
+    return {"parameters": parameters, "steps": len(timed), "step_ms": step.median, "step_iqr_ms": step.iqr,
+            "tokens_per_second": last.clean_tokens / seconds,
+            "useful_tflops": last.model_flops / seconds / runtime.world / 1e12,
+            "mfu": utilisation(last.model_flops, seconds, runtime.world, DEVICES["h200"].peak) if known else None,
+            "peak_gib": None if peak is None else float(peak), "wire_gib": last.wire_bytes / GIB,
+            "wire_bytes": last.wire_bytes, "exposed_comm_ms": waited, "exposed_comm_fraction": waited / step.median,
+            "loss": last.loss}
+
+
+def synthetic_packs(config: RunConfig, vocabulary: int, step: int) -> list[PackedBatch]:
+    """The packs of a step: the documents of data.document_lengths, or one of data.seq_len, in random tokens below
+    ``vocabulary``, all supervised."""
+    lengths = document_lengths(config.data)
+    edges = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    found = []
+    for index in range(config.train.packs_per_step):
+        first = (step * config.train.packs_per_step + index) * len(lengths)
+        tokens = np.random.default_rng([config.seed, first]).integers(0, vocabulary, edges[-1])
+        found.append(PackedBatch(tokens, edges, np.ones(len(tokens), bool), first + np.arange(len(lengths))))
+    return found
+
+
+def _free(runtime: Runtime) -> None:
+    """Forget what a variant has compiled and held."""
+    torch._dynamo.reset()
+    gc.collect()
+    if runtime.device.type == "cuda":
+        torch.cuda.empty_cache()
