@@ -1,8 +1,8 @@
 """Short runs on one and two GPUs that must agree: ``gpu_smoke.py OUT.json [KEY=VALUE ...]``.
 
 The same 20 steps of quickstart's model in float32: one GPU; two GPUs by csbp, context and block, or sharing heads
-(tp); csbp and tp with compiled layers and selective checkpointing; csbp with bfloat16 compute beside one GPU with it. Prints and records the largest
-relative difference of losses and gradient norms from the one-GPU run.
+(tp); csbp and tp with compiled layers and selective checkpointing; csbp with bfloat16 compute beside one GPU with it.
+Prints and records the largest relative difference of losses and gradient norms from the one-GPU run.
 """
 
 from __future__ import annotations

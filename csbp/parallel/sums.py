@@ -16,6 +16,10 @@ def _sum(x: Tensor, group: Any) -> Tensor:
     return funcol.wait_tensor(funcol.all_reduce(x.contiguous(), "sum", group))
 
 
+def _gather(x: Tensor, group: Any) -> Tensor:
+    return funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous()[None], 0, group))
+
+
 class Enter(torch.autograd.Function):
     """The same on every rank, from where each rank computes a part: gradients add up over the ranks."""
 
@@ -47,8 +51,7 @@ class Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, rank: int) -> Tensor:
         ctx.rank, ctx.width = rank, x.shape[-1]
-        rows = funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous()[None], 0, group))
-        return torch.cat(rows.unbind(0), -1)
+        return torch.cat(_gather(x, group).unbind(0), -1)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]

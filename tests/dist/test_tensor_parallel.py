@@ -82,21 +82,19 @@ def bytes_of_the_axis(packs, how, csbp, parallel):
     """What the tp axis brings into this rank in a step, as rings of sums and gathers do it."""
     from csbp.parallel import sums
 
-    found, real, join = [], sums._sum, sums.funcol.all_gather_tensor
+    found, total, gather = [], sums._sum, sums._gather
 
-    def count(x, *group):
-        found.append(x.nbytes if x.dim() == 3 else 0)  # rows; weights of norms are left out
-        return real(x, *group)
+    def counted(collective):
+        def call(x, group):
+            found.append(x.nbytes if x.dim() == 3 else 0)  # rows; weights of norms are left out
+            return collective(x, group)
+        return call
 
-    def gather(x, *place):
-        found.append(x.nbytes)
-        return join(x, *place)
-
-    sums._sum, sums.funcol.all_gather_tensor = count, gather
+    sums._sum, sums._gather = counted(total), counted(gather)
     try:
         share = step_on_ranks(packs, how, csbp, None, parallel)
     finally:
-        sums._sum, sums.funcol.all_gather_tensor = real, join
+        sums._sum, sums._gather = total, gather
     return sum(found), share.asked, [len(rows) for rows in share.rows]
 
 
