@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from csbp.attention.mask import IntervalMask
+from csbp.attention.mask import IntervalMask, Ranges
 from csbp.attention.tiles import Visits, key_visits, row_visits
 
 # A kernel's last tile of rows reads bounds past the mask's end.
@@ -47,26 +47,31 @@ def _hopper() -> Any:
 
 @dataclass(frozen=True)
 class _Bound:
-    """A mask as the kernels take it."""
+    """A mask as a kernel takes it: int32 [S, 4] and more rows of bounds, and what its tiles visit."""
 
     bounds: Tensor
-    forward: Any
-    backward: Any
+    visits: Any
 
 
-def _bind(mask: IntervalMask, num_keys: int, dims: tuple[int, int]) -> _Bound:
-    hopper = _hopper()
-    ranges, device = mask.host, mask.prefix_start.device
-    forward_tile, backward_tile = hopper.forward_tile(*dims), hopper.backward_tile(*dims)
-    by_row = row_visits(ranges, num_keys, forward_tile)
-    by_key = key_visits(row_visits(ranges, num_keys, backward_tile), -(-num_keys // backward_tile[1]),
-                        *hopper.KEY_RUNS)
-    bounds = np.zeros((len(mask) + _MORE_ROWS, 4), np.int32)
-    bounds[:len(mask)] = np.stack(ranges, 1)
+def _bind_forward(mask: IntervalMask, num_keys: int, dims: tuple[int, int]) -> _Bound:
+    tile, device = _hopper().forward_tile(*dims), mask.prefix_start.device
+    return _Bound(mask.remembered("flash bounds", lambda: _bounds(mask.host, device)),
+                  _tables(row_visits(mask.host, num_keys, tile), tile, device))
+
+
+def _bind_backward(mask: IntervalMask, num_keys: int, dims: tuple[int, int]) -> _Bound:
+    tile, device = _hopper().backward_tile(*dims), mask.prefix_start.device
+    by_key = key_visits(row_visits(mask.host, num_keys, tile), -(-num_keys // tile[1]), *_hopper().KEY_RUNS)
+    return _Bound(mask.remembered("flash bounds", lambda: _bounds(mask.host, device)), _tables(by_key, tile, device))
+
+
+def _bounds(ranges: Ranges, device: torch.device) -> Tensor:
+    bounds = np.zeros((len(ranges[0]) + _MORE_ROWS, 4), np.int32)
+    bounds[:len(ranges[0])] = np.stack(ranges, 1)
     on_device = torch.from_numpy(bounds).to(device)
     # The library asks a tensor for these two: rows of four are aligned and lie together.
     on_device.__assumed_align__, on_device.__leading_dim__ = 16, 1  # type: ignore[attr-defined]
-    return _Bound(on_device, _tables(by_row, forward_tile, device), _tables(by_key, backward_tile, device))
+    return on_device
 
 
 def _tables(visits: Visits, tile: tuple[int, int], device: torch.device) -> Any:
@@ -78,22 +83,18 @@ def _tables(visits: Visits, tile: tuple[int, int], device: torch.device) -> Any:
         block_size=tile)
 
 
-def _bound(mask: IntervalMask, key: Tensor, value: Tensor) -> _Bound:
-    dims = key.shape[2], value.shape[2]
-    return mask.remembered(("flash", len(key), dims), lambda: _bind(mask, len(key), dims))
-
-
 def forward(q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, mask: IntervalMask, scale: float) -> tuple[Tensor, Tensor]:
     """As ``reference.forward``; out in the dtype of the query, lse float32."""
     rows, heads = q_SND.shape[:2]
     if not rows or not len(k_TKD):
         return (q_SND.new_zeros(rows, heads, v_TKD.shape[2]),
                 q_SND.new_full((heads, rows), float("-inf"), dtype=torch.float32).t())
-    bound = _bound(mask, k_TKD, v_TKD)
+    dims = k_TKD.shape[2], v_TKD.shape[2]
+    bound = mask.remembered(("flash forward", len(k_TKD), dims), lambda: _bind_forward(mask, len(k_TKD), dims))
     with _hopper().told_runs() as library:
         out, lse = library._flash_attn_fwd(
             q_SND[None], k_TKD[None], v_TKD[None], softmax_scale=scale, mask_mod=_hopper().visible,
-            aux_tensors=[bound.bounds], block_sparse_tensors=bound.forward, return_lse=True)[:2]
+            aux_tensors=[bound.bounds], block_sparse_tensors=bound.visits, return_lse=True)[:2]
     return out[0], lse[0].t()
 
 
@@ -102,11 +103,12 @@ def backward(dout_SND: Tensor, q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, out_
     """As ``reference.backward``; gradients in the dtype of the inputs."""
     if not len(q_SND) or not len(k_TKD):
         return torch.zeros_like(q_SND), torch.zeros_like(k_TKD), torch.zeros_like(v_TKD)
-    bound = _bound(mask, k_TKD, v_TKD)
+    dims = k_TKD.shape[2], v_TKD.shape[2]
+    bound = mask.remembered(("flash backward", len(k_TKD), dims), lambda: _bind_backward(mask, len(k_TKD), dims))
     with _hopper().told_runs() as library:
         dq, dk, dv = library._flash_attn_bwd(
             q_SND[None], k_TKD[None], v_TKD[None], out_SND[None], dout_SND[None], lse_SN.t()[None].contiguous(),
             softmax_scale=scale, mask_mod=_hopper().visible, aux_tensors=[bound.bounds],
-            block_sparse_tensors=bound.backward,
+            block_sparse_tensors=bound.visits,
             dlse=None if dlse_SN is None else dlse_SN.float().t()[None].contiguous())
     return dq[0], dk[0], dv[0]

@@ -1,0 +1,131 @@
+"""What the flash backend hands to its kernels, with a slow stand-in for them that visits tiles as they do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from csbp.attention import flash, reference
+from csbp.attention.mask import IntervalMask
+
+
+class Visits(NamedTuple):
+    mask_block_cnt: Tensor
+    mask_block_idx: Tensor
+    full_block_cnt: Tensor
+    full_block_idx: Tensor
+    block_size: tuple[int, int]
+
+
+def _tiles(count: Tensor, table: Tensor) -> list[list[int]]:
+    rows = []
+    for number, row in zip(count[0, 0].tolist(), table[0, 0].tolist(), strict=True):
+        jumps = list(zip(row[1::2], row[2::2], strict=True))
+        rows.append([i + row[0] + sum(jump for place, jump in jumps if place <= i) for i in range(number)])
+    return rows
+
+
+def _visible(bounds: Tensor, visits: Visits, rows: int, keys: int, *, by_key: bool) -> Tensor:
+    """bool [rows, keys]: what a kernel sees that looks at the bounds in partial tiles only."""
+    low, high, own, end = bounds[:rows].T[:, :, None]
+    key = torch.arange(keys)
+    looked = (key >= low) & (key < high) | (key >= own) & (key < end)
+    seen = torch.zeros(rows, keys, dtype=torch.bool)
+    for full, named in ((False, _tiles(visits.mask_block_cnt, visits.mask_block_idx)),
+                        (True, _tiles(visits.full_block_cnt, visits.full_block_idx))):
+        for x, others in enumerate(named):
+            for y in others:
+                m, c = (y, x) if by_key else (x, y)
+                place = (slice(m * visits.block_size[0], (m + 1) * visits.block_size[0]),
+                         slice(c * visits.block_size[1], (c + 1) * visits.block_size[1]))
+                assert not seen[place].any(), "a tile is visited twice"
+                seen[place] = True if full else looked[place]
+    return seen
+
+
+def _as_mask(seen: Tensor) -> IntervalMask:
+    """The mask of rows that see at most two runs of keys."""
+    out = np.zeros((len(seen), 4), np.int64)
+    for row, line in enumerate(seen.int()):
+        edges = torch.diff(torch.nn.functional.pad(line, (1, 1))).nonzero()[:, 0].tolist()
+        assert len(edges) <= 4
+        out[row, :len(edges)] = edges
+    return IntervalMask.from_arrays(*out.T)
+
+
+class Kernels:
+    """In the place of FlashAttention-4's interface."""
+
+    def _flash_attn_fwd(self, q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, mask_mod: Any,
+                        aux_tensors: list[Tensor], block_sparse_tensors: Visits,
+                        return_lse: bool) -> tuple[Tensor, Tensor]:
+        assert return_lse
+        mask = _as_mask(_visible(aux_tensors[0], block_sparse_tensors, q.shape[1], k.shape[1], by_key=False))
+        out, lse = reference.forward(q[0], k[0], v[0], mask, softmax_scale)
+        return out[None], lse.t()[None].contiguous()
+
+    def _flash_attn_bwd(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, *,
+                        softmax_scale: float, mask_mod: Any, aux_tensors: list[Tensor],
+                        block_sparse_tensors: Visits, dlse: Tensor | None) -> list[Tensor]:
+        assert lse.is_contiguous()
+        mask = _as_mask(_visible(aux_tensors[0], block_sparse_tensors, q.shape[1], k.shape[1], by_key=True))
+        grads = reference.backward(dout[0], q[0], k[0], v[0], out[0], lse[0].t(), mask, softmax_scale,
+                                   None if dlse is None else dlse[0].t())
+        return [g[None] for g in grads]
+
+
+@contextlib.contextmanager
+def _told_runs() -> Iterator[Kernels]:
+    yield Kernels()
+
+
+@pytest.fixture
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = SimpleNamespace(forward_tile=lambda *dims: (16, 8), backward_tile=lambda *dims: (8, 16),
+                              KEY_RUNS=(6, 3), BlockSparseTensorsTorch=Visits, visible=None, told_runs=_told_runs)
+    monkeypatch.setattr(flash, "_hopper", lambda: kernels)
+
+
+@pytest.mark.usefixtures("_stand_in")
+@pytest.mark.parametrize("seed", range(6))
+def test_forward_and_backward_equal_reference(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows, clean, noised = int(rng.integers(1, 90)), int(rng.integers(1, 70)), int(rng.integers(0, 70))
+    ends, own = np.sort(rng.integers(0, clean + 1, rows)), np.sort(rng.integers(clean, clean + noised + 1, rows))
+    low, end = ends - rng.integers(0, ends + 1), np.minimum(own + rng.integers(0, 20, rows), clean + noised)
+    mask = IntervalMask.from_arrays(low, ends, own, end)
+    q, k, v, dout = (torch.from_numpy(rng.standard_normal((n, heads, 4))) for n, heads in
+                     ((rows, 6), (clean + noised, 2), (clean + noised, 2), (rows, 6)))
+    out, lse = flash.forward(q, k, v, mask, 0.4)
+    expected, expected_lse = reference.forward(q, k, v, mask, 0.4)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-12)
+    assert lse.stride() == expected_lse.stride()
+    for dlse in (None, torch.from_numpy(rng.standard_normal((rows, 6))).float()):
+        found = flash.backward(dout, q, k, v, out, lse, mask, 0.4, dlse)
+        wanted = reference.backward(dout, q, k, v, out, lse, mask, 0.4, dlse)
+        for a, b in zip(found, wanted, strict=True):
+            assert a.shape == b.shape
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("_stand_in")
+def test_no_rows_and_no_keys() -> None:
+    none, zero = np.zeros(0, np.int64), np.zeros(5, np.int64)
+    for rows, keys, bounds in ((0, 7, none), (5, 0, zero)):
+        q, k = torch.randn(rows, 4, 8), torch.randn(keys, 2, 8)
+        mask = IntervalMask.from_arrays(bounds, bounds, bounds, bounds)
+        out, lse = flash.forward(q, k, k, mask, 1.0)
+        assert not out.any() and bool((lse == float("-inf")).all()) and lse.shape == (rows, 4)
+        assert all(not g.any() for g in flash.backward(out, q, k, k, out, lse, mask, 1.0))
+
+
+def test_what_it_cannot_compute_is_said() -> None:
+    assert "Hopper" in flash.unusable(torch.device("cpu"), torch.bfloat16, 128, 128, False)
