@@ -1,8 +1,10 @@
-"""Short runs on one and two GPUs that must agree: ``gpu_smoke.py OUT.json [KEY=VALUE ...]``.
+"""Short runs on one and two GPUs that must agree: ``gpu_smoke.py OUT.json [RUN ...] [KEY=VALUE ...]``.
 
 The same 20 steps of quickstart's model in float32: one GPU; two GPUs by csbp, context and block, or sharing heads
 (tp); csbp and tp with compiled layers and selective checkpointing; csbp with bfloat16 compute beside one GPU with it.
-Prints and records the largest relative difference of losses and gradient norms from the one-GPU run.
+Prints and records the largest relative difference of losses and gradient norms from the one-GPU run. With RUN, a part
+of a run's name, only such runs and those that they are compared with are made; in OUT.json they take the place of older
+ones of that name.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ RUNS: dict[str, tuple[str, list[str]]] = {
     "tp": ("one", ["parallel.nproc=2", "parallel.tp=2"]),
     "tp, compiled, attention kept": ("one", ["parallel.nproc=2", "parallel.tp=2", "parallel.compile=true",
                                              "parallel.checkpointing=attention"]),
+    "CPU": ("one", ["parallel.nproc=2", "parallel.device=cpu"]),
     "one, bfloat16": ("one, bfloat16", ["parallel.nproc=1", "train.dtype=bfloat16"]),
     "csbp, bfloat16, compiled": ("one, bfloat16", ["parallel.nproc=2", "train.dtype=bfloat16",
                                                    "parallel.compile=true"]),
@@ -35,11 +38,13 @@ RUNS: dict[str, tuple[str, list[str]]] = {
 COMMON = ["experiment=quickstart", "parallel.device=cuda", "train.steps=20", "train.eval_every=0",
           "train.sample_every=0", "train.packs_per_step=2", "checkpoint.export=false", "checkpoint.every=0",
           "observe.plot=false", "observe.progress=lines"]
+EXACT = ["attention.backend=reference"]  # float32 throughout
 
 
 def run(words: list[str], folder: Path) -> dict[str, Any]:
     """One training run; its losses, gradient norms and steady step time."""
-    command = [sys.executable, "-m", "csbp.cli", "train", *COMMON, *words, f"run_dir={folder}"]
+    kernels = [] if "train.dtype=bfloat16" in words else EXACT
+    command = [sys.executable, "-m", "csbp.cli", "train", *COMMON, *kernels, *words, f"run_dir={folder}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     if done.returncode:
         return {"error": (done.stdout + done.stderr)[-1500:]}
@@ -59,13 +64,20 @@ def main(out: Path, words: list[str]) -> int:
     import torch
     import transformers
 
+    wanted = [word for word in words if "=" not in word]
+    words = [word for word in words if "=" in word]
+    names = [name for name in RUNS if not wanted or any(word in name for word in wanted)]
+    chosen = [name for name in RUNS if name in names or name in {RUNS[other][0] for other in names}]
     found: dict[str, dict[str, Any]] = {}
-    rows = []
+    older = json.loads(out.read_text())["runs"] if out.exists() else []
+    rows = [row for row in older if row["name"] in RUNS and row["name"] not in chosen]
     with tempfile.TemporaryDirectory() as scratch:
-        for name, (base, own) in RUNS.items():
+        for name in chosen:
+            base, own = RUNS[name]
             started = time.time()
             found[name] = run([*words, *own], Path(scratch) / name.replace(" ", "_").replace(",", ""))
-            row = {"name": name, "compared_with": base, "settings": own, "seconds": round(time.time() - started)}
+            row = {"name": name, "compared_with": base, "settings": own, "date": time.strftime("%Y-%m-%d"),
+                   "seconds": round(time.time() - started)}
             if "error" in found[name]:
                 row |= found[name]
             else:
