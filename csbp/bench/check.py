@@ -103,13 +103,12 @@ def errors(runtime: Runtime, case: BenchAttentionConfig, geometry: Geometry, kin
     found = launch(mine.query, mine.key, mine.value)
     grads = torch.autograd.grad(found, (mine.query, mine.key, mine.value), mine.grad)
     at = torch.from_numpy(np.searchsorted(rows, held[np.isin(held, rows)])).to(device)
-    wanted_dq = torch.zeros_like(grads[0], dtype=torch.float64)
-    wanted_dq[asked] = dq[at]
-    pairs = {"out": (found[asked].detach(), out[at]), "dq": (grads[0], wanted_dq)}
+    pairs = {"out": (found[asked].detach(), out[at]), "dq": (grads[0][asked], dq[at])}
     if case.kind != "block":  # there a clean row's gradient lies in parts on all ranks that compute the row
         real = torch.from_numpy(held >= 0).to(device)
         pairs |= {"dk": (grads[1][real], dk[place[real]]), "dv": (grads[2][real], dv[place[real]])}
     sums = [float(x) for got, ref in pairs.values() for x in ((got.double() - ref).square().sum(), ref.square().sum())]
+    sums[2] += float(torch.linalg.vector_norm(grads[0][~asked], dtype=torch.float64)) ** 2  # nobody asked those rows
     unwritten = float(not bool(found.isfinite().all()))
     *sums, unwritten = runtime.total([*sums, unwritten])
     return {name: float("nan") if unwritten else (sums[2 * i] / max(sums[2 * i + 1], 1e-300)) ** 0.5

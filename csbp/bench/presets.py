@@ -32,10 +32,15 @@ def rows(words: Sequence[str], command: str) -> list[list[str]]:
     for word in words:
         if "=" not in word:
             raise ConfigError(word, "", "write KEY=VALUE")
-    named = [word.partition("=")[2] for word in words if key_of(word) == "preset"]
-    if not named or not named[-1]:
+    given = {key_of(word): word.partition("=")[2] for word in words}
+    preset, only = given.get("preset"), given.get("only", "")
+    if not preset:
         return [list(words)]
-    return [[*row, f"name={name}", *words] for name, row in read_preset(named[-1], command).items()]
+    found = read_preset(preset, command)
+    kept = [[*row, f"name={name}", *words] for name, row in found.items() if only in name]
+    if not kept:
+        raise ConfigError("only", only, f"no row of preset={preset} has that in its name: {'; '.join(found)}")
+    return kept
 
 
 def key_of(word: str) -> str:

@@ -120,10 +120,10 @@ class Report:
             print(f"csbp: measuring {what}", file=sys.stderr, flush=True)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take a row, and keep it at once: what comes later may fail."""
+        """Take a row, and keep it at once: what comes later may fail. One with an error is shown, not kept."""
         self.rows.append({name: float(f"{value:.6g}") if isinstance(value, float) else value
                           for name, value in finite({**row, **self._about}).items()})
-        if self._main and self._out:
+        if self._main and self._out and "error" not in row:
             keep_rows(Path(self._out).expanduser(), self.rows[-1:])
 
     def finish(self) -> int:

@@ -105,11 +105,9 @@ def measure_case(case: StepCase, meshes: dict[ParallelConfig, Runtime], report: 
                 raise  # the other ranks may be waiting for this one
             found[variant] = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
         _free(runtime)
-    speeds = {variant: row.get("tokens_per_second") for variant, row in found.items()}
-    first = next(iter(speeds.values()))
-    plain = next((speeds[variant] for variant, config in case.runs.items() if _flex_full(config)), None)
-    for variant, row in found.items():
-        config, speed = case.runs[variant], speeds[variant]
+        speeds = {name: row.get("tokens_per_second") for name, row in found.items()}
+        speed, first = speeds[variant], next(iter(speeds.values()))
+        plain = next((speeds[name] for name in speeds if _flex_full(case.runs[name])), None)
         parallel, lengths = config.parallel, document_lengths(config.data)
         report.add({
             "name": f"{case.bench.name}, {variant}{slow_link()}", "gpus": parallel.nproc,
@@ -117,7 +115,7 @@ def measure_case(case: StepCase, meshes: dict[ParallelConfig, Runtime], report: 
             "backend": config.attention.backend, "checkpointing": parallel.checkpointing,
             "offload": parallel.offload, "compile": parallel.compile, "dtype": config.train.dtype,
             "tokens": sum(lengths), "documents": len(lengths), "packs_per_step": config.train.packs_per_step,
-            "block_size": config.objective.block_size, **row,
+            "block_size": config.objective.block_size, **found[variant],
             "ratio_to_first": speed / first if speed and first else None,
             "ratio_to_flex_full": speed / plain if speed and plain else None})
 

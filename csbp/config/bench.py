@@ -12,6 +12,7 @@ class BenchAttentionConfig:
     """``csbp bench attention``: the forward and backward of one attention layer, timed (docs/benchmarks.md)."""
 
     preset: str = option("", "named rows: NAME for conf/bench/attention_NAME.yaml, or a FILE.yaml of your own")
+    only: str = option("", "in a preset: measure only rows whose name contains this")
     name: str = option("", "what the rows are called; empty: made from the settings")
     ranks: int | None = option(None, "in a preset: measure only on so many ranks; null: on any number", low=1)
     lengths: list[int] = option([32768, 65536], "clean tokens of a pack; each noised once: twice as many rows")
@@ -52,6 +53,7 @@ class BenchStepConfig:
     ``csbp train``."""
 
     preset: str = option("", "named rows: NAME for conf/bench/step_NAME.yaml, or a FILE.yaml of your own")
+    only: str = option("", "in a preset: measure only rows whose name contains this")
     name: str = option("", "what the rows are called; empty: the experiment's name")
     ranks: int | None = option(None, "in a preset: measure only on so many ranks; null: on any number", low=1)
     variants: list[str] = option(["default"], "settings of csbp train by which the compared runs differ, one text a "
