@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from csbp.attention import flash, flex, reference
+from csbp.attention import flash, flex, reference, wide
 from csbp.attention.mask import IntervalMask
 
 _LOG = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class _Auto:
         return _fastest(q_SND, v_TKD).backward(dout_SND, q_SND, k_TKD, v_TKD, out_SND, lse_SN, mask, scale, dlse_SN)
 
 
-BACKENDS: dict[str, Backend] = {"auto": _Auto(), "flash": flash, "flex": flex, "reference": reference}
+BACKENDS: dict[str, Backend] = {"auto": _Auto(), "flash": flash, "wide": wide, "flex": flex, "reference": reference}
 
 
 def get_backend(name: str) -> Backend:
@@ -63,6 +63,7 @@ def _fastest(query: Tensor, value: Tensor) -> Backend:
 def choose(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int, deterministic: bool) -> str:
     """Name of the backend that "auto" stands for."""
     reasons = {"flash": flash.unusable(device, dtype, key_dim, value_dim, deterministic),
+               "wide": wide.unusable(device, dtype, key_dim, value_dim),
                "flex": flex.unusable(device, key_dim, value_dim)}
     name = next((name for name, why in reasons.items() if not why), "reference")
     passed = "; ".join(f"not {other}: {why}" for other, why in reasons.items() if why)
@@ -155,7 +156,7 @@ def interval_attention(query: Tensor, key: Tensor, value: Tensor, mask: Interval
         key, value: [T, K, D]; N is a multiple of K (grouped-query attention). Value's D may differ.
         mask: int32 [S] ranges into the T keys.
         scale: score factor; default 1 / sqrt(D).
-        backend: "auto", "flash", "flex" or "reference".
+        backend: "auto", "flash", "wide", "flex" or "reference".
 
     Returns:
         out like query, and lse [S, N], the log-sum-exp of the scores, float32 (float64 for float64 input).
