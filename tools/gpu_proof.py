@@ -107,12 +107,13 @@ def usable(backend: str, dim: int) -> str:
     """Why a backend cannot take this head size; "" where it can."""
     reasons: dict[str, Callable[[], str]] = {
         "flash": lambda: flash.unusable(torch.device("cuda"), torch.bfloat16, dim, dim, False),
-        "flex": lambda: flex.unusable(torch.device("cuda"), dim, dim)}
+        "flex": lambda: flex.unusable(torch.device("cuda"), torch.bfloat16, dim, dim)}
     return reasons[backend]() if backend in reasons else ""
 
 
 def main(out: Path, masks: int) -> int:
     """Check all, record."""
+    torch._dynamo.config.recompile_limit = 64  # more head shapes than a model has
     rows = []
     for backend in (name for name in BACKENDS if name not in ("auto", "reference")):
         for shape in SHAPES:

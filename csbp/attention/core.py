@@ -64,7 +64,7 @@ def choose(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: in
     """Name of the backend that "auto" stands for."""
     reasons = {"flash": flash.unusable(device, dtype, key_dim, value_dim, deterministic),
                "wide": wide.unusable(device, dtype, key_dim, value_dim),
-               "flex": flex.unusable(device, key_dim, value_dim)}
+               "flex": flex.unusable(device, dtype, key_dim, value_dim)}
     name = next((name for name, why in reasons.items() if not why), "reference")
     passed = "; ".join(f"not {other}: {why}" for other, why in reasons.items() if why)
     _LOG.info("attention of head dim %d in %s on %s: %s backend%s", key_dim, dtype, device.type, name,

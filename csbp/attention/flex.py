@@ -23,10 +23,12 @@ from csbp.attention.tiles import Runs, row_visits
 _TILE = (128, 128)
 
 
-def unusable(device: torch.device, key_dim: int, value_dim: int) -> str:
-    """Why this backend cannot compute that, in words; "" where it can."""
+def unusable(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> str:
+    """Why this backend is not for that, in words; "" where it is."""
     if device.type != "cuda":
         return "it has no backward on the CPU"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it is for half precision, not for {dtype}"
     if max(key_dim, value_dim) > 512:
         return f"it takes head dims to 512, not {max(key_dim, value_dim)}"
     return ""
@@ -67,7 +69,9 @@ def attend(q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, mask: IntervalMask, scal
     blocks = mask.remembered(("flex", len(k_TKD)), lambda: block_mask(mask, len(k_TKD)))
     call = _compiled() if q_SND.is_cuda else cast(Callable[..., Any], flex_attention)
     out, aux = call(*(x.transpose(0, 1)[None] for x in (q_SND, k_TKD, v_TKD)), block_mask=blocks, scale=scale,
-                    enable_gqa=q_SND.shape[1] != k_TKD.shape[1], return_aux=AuxRequest(lse=True))
+                    enable_gqa=q_SND.shape[1] != k_TKD.shape[1], return_aux=AuxRequest(lse=True),
+                    # Few rows would get a kernel of their own, made for decoding, that some lengths do not fit.
+                    kernel_options={"FORCE_USE_FLEX_ATTENTION": True})
     return out[0].transpose(0, 1), aux.lse[0].t()
 
 
