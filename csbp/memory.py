@@ -10,15 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
 from csbp.parallel.tensor import part_of
+from csbp.plan.estimate import loss_bytes
 
 # Beside the inputs and outputs of its linear layers, a decoder layer keeps norms, rotated queries and keys and the
 # activation function for its backward; about half as much again.
 _BESIDE_LINEAR = 1.5
-_LOGIT_COPIES = 3  # float32: the logits, their softmax, their gradient
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class MemoryEstimate:
         weights, gradients, optimizer: this rank's float32 shards.
         gathered: the unit being computed and the one after it, and what belongs to no unit, whole.
         activations: kept for the backward of one pack.
-        logits: of the rows with a loss.
+        logits: of as many rows as have them at once, and what else the loss takes (``plan.estimate.loss_bytes``).
         loading: the whole float32 model, which every rank builds before it keeps its shard (host memory).
     """
 
@@ -53,8 +54,8 @@ class MemoryEstimate:
 
 
 def estimate_memory(model: nn.Module, units: Sequence[nn.Module], *, world: int, rows: int, loss_rows: int,
-                    vocabulary: int, compute: torch.dtype, tp: int = 1,
-                    plan: Mapping[str, str] | None = None) -> MemoryEstimate:
+                    vocabulary: int, hidden: int, compute: torch.dtype, tp: int = 1,
+                    plan: Mapping[str, str] | None = None, logit_rows: int | None = None) -> MemoryEstimate:
     """Of one rank with AdamW, weights sharded over all ranks and no activation checkpointing.
 
     Args:
@@ -63,9 +64,10 @@ def estimate_memory(model: nn.Module, units: Sequence[nn.Module], *, world: int,
         world: all ranks.
         rows: S, clean and noised rows of a pack on one rank.
         loss_rows: E on one rank.
-        vocabulary: V.
+        vocabulary, hidden: V, and the channels that go into the head.
         compute: dtype of the forward.
         tp, plan: ranks that share the heads of the same rows, and how the family splits its matrices over them.
+        logit_rows: ``train.logit_rows``.
     """
     cut = {id(module): part_of(name, plan or {}, tp) for name, module in model.named_modules()}
 
@@ -86,7 +88,7 @@ def estimate_memory(model: nn.Module, units: Sequence[nn.Module], *, world: int,
         weights=4 * shard, gradients=4 * shard, optimizer=8 * shard,
         gathered=compute.itemsize * gathered if shards > 1 or compute != torch.float32 else 0,
         activations=round(_BESIDE_LINEAR * rows * width * compute.itemsize),
-        logits=loss_rows * vocabulary * (compute.itemsize + 4 * _LOGIT_COPIES),
+        logits=int(loss_bytes(np.array(loss_rows), vocabulary // tp, hidden, compute.itemsize, logit_rows)),
         loading=4 * sum(p.numel() for p in model.parameters()))
 
 

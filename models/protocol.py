@@ -5,7 +5,8 @@ Shapes: S local rows of a rank, E of them with a loss, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,9 +21,13 @@ if TYPE_CHECKING:
     from csbp.attention.operator import BoundPlan
 
 
+Reader = Callable[[Tensor, nn.Linear], Tensor]
+
+
 @dataclass(frozen=True)
 class LocalTerm:
-    """This rank's part of one loss term: entry i asks row ``loss_rows[index[i]]`` for ``labels[i]``."""
+    """This rank's part of one loss term: entry i asks row ``loss_rows[index[i]]`` for ``labels[i]``. A term asks a row
+    at most once."""
 
     name: str
     index: Tensor
@@ -52,6 +57,20 @@ class LocalBatch:
     terms: tuple[LocalTerm, ...]
 
 
+@contextmanager
+def read_instead(head: nn.Linear, read: Reader | None) -> Iterator[None]:
+    """While this lasts, a call of the head is one of ``read``, for models whose own forward ends with their head."""
+    if read is None:
+        yield
+        return
+    # On the instance, so that the module keeps its class, parameters and hooks.
+    head.forward = lambda rows: read(rows, head)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del head.forward
+
+
 class ModelAdapter(Protocol):
     """One family. Stateless: the model travels as an argument."""
 
@@ -78,9 +97,16 @@ class ModelAdapter(Protocol):
         in the plans of transformers' models (``parallel.tensor``). Empty: this family cannot be split."""
         ...
 
-    def forward(self, model: nn.Module, batch: LocalBatch, plan: BoundPlan | CachedPlan) -> Tensor:
-        """Logits [E, V] of ``batch.loss_rows``, in the model's compute dtype. Must run its collectives and
-        touch the model's parameters on every rank, also with E = 0."""
+    def forward(self, model: nn.Module, batch: LocalBatch, plan: BoundPlan | CachedPlan,
+                read: Reader | None = None) -> Tensor:
+        """Logits [E, V] of ``batch.loss_rows``, in the model's compute dtype; or, without these logits, what ``read``
+        makes of the rows that would go into the head. Must run its collectives and touch the model's parameters on
+        every rank, also with E = 0.
+
+        Args:
+            read: called once in the head's place, within the model's own forward (where FSDP has gathered the
+                head), with the rows [..., E, H] of ``batch.loss_rows`` and the head.
+        """
         ...
 
     def export_config(self, model: nn.Module, diffusion: Mapping[str, Any]) -> dict[str, Any]:

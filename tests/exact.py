@@ -25,7 +25,7 @@ from csbp.config.schema import NoiseConfig, ObjectiveConfig, ParallelConfig
 from csbp.data.batch import PackedBatch
 from csbp.diffusion.build import build_layout
 from csbp.diffusion.layout import StreamLayout
-from csbp.diffusion.loss import denominator, term_sums
+from csbp.diffusion.loss import Head, linear_cross_entropy
 from csbp.models.registry import get_adapter
 from csbp.parallel.apply import parallelize
 from csbp.parallel.runtime import start_runtime
@@ -103,9 +103,11 @@ def step_here(model: nn.Module, streams: Sequence[StreamLayout], clean: str) -> 
         for layout in streams:
             plan = plan_rank(layout.geometry, adapter.layer_kinds(model, clean), 1, 0)
             work = Work(layout, scatter(layout, plan.rows), BoundPlan(plan, LocalTransport()))
-            sums = term_sums(adapter.forward(model, work.batch, work.plan), work.batch)
-            for term in layout.terms:
-                total = total + sums[term.name].loss * term.scale / denominator(counts[term.name])
+            factors = torch.tensor([term.scale / max(counts[term.name], 1) for term in layout.terms],
+                                   dtype=torch.float64)
+            total = total + adapter.forward(
+                model, work.batch, work.plan, lambda rows, head, batch=work.batch, factors=factors:
+                linear_cross_entropy(rows[0], Head(head.weight), batch.terms, factors).total)
             rows = torch.from_numpy(held_rows(work))
             logits.append(every_row(adapter, model, work)[torch.argsort(rows)])
     return total, logits

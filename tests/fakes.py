@@ -24,11 +24,16 @@ from torch import Tensor, nn
 
 from csbp.attention.operator import attend_distributed
 from csbp.diffusion.layout import StreamLayout
-from csbp.models.protocol import LocalBatch
+from csbp.models.protocol import LocalBatch, Reader
 from csbp.plan.geometry import LayerKind
 
 VOCAB, CHANNELS, FEATURES, HEADS, KV_HEADS, DIM, LAYERS, PLACES = 24, 16, 10, 4, 2, 4, 3, 64
 Attend = Callable[..., Tensor]
+
+
+def logits(rows: Tensor, head: nn.Linear) -> Tensor:
+    """A reader for whoever gives none."""
+    return head(rows)
 
 
 class Layer(nn.Module):
@@ -113,8 +118,8 @@ class DraftAdapter(_Fake):
     def layer_kinds(self, model: nn.Module, clean: str) -> tuple[LayerKind, ...]:
         return (LayerKind("near", clean="absent", window=5, window_anchor="row"), LayerKind("full", clean="absent"))
 
-    def forward(self, model: nn.Module, batch: LocalBatch, plan: Any) -> Tensor:
-        """Logits of ``batch.loss_rows``, all of them noised."""
+    def forward(self, model: nn.Module, batch: LocalBatch, plan: Any, read: Reader = logits) -> Tensor:
+        """What ``read`` makes of ``batch.loss_rows``, all of them noised."""
         clean, kinds = batch.num_clean, ["near"] * (LAYERS - 1) + ["full"]
 
         def run(m: FakeModel) -> Tensor:
@@ -124,7 +129,7 @@ class DraftAdapter(_Fake):
             for layer, kept, kind in zip(m.layers, ahead, kinds, strict=True):
                 hidden_SC, _, _ = layer(hidden_SC, lambda q, k, v, kept=kept, kind=kind: self.attend(
                     q, *kept, k, v, plan, kind))
-            return m.head(hidden_SC[batch.loss_rows - clean])
+            return read(hidden_SC[batch.loss_rows - clean], m.head)
 
         return model(run)
 
@@ -138,8 +143,9 @@ class RethinkingAdapter(_Fake):
     def layer_kinds(self, model: nn.Module, clean: str) -> tuple[LayerKind, ...]:
         return (LayerKind("read", clean=clean, noised=False), LayerKind("guess", clean="absent"))
 
-    def forward(self, model: nn.Module, batch: LocalBatch, plan: Any) -> Tensor:
-        """Logits of ``batch.loss_rows``: clean rows from the only pass they have, noised rows from the second."""
+    def forward(self, model: nn.Module, batch: LocalBatch, plan: Any, read: Reader = logits) -> Tensor:
+        """What ``read`` makes of ``batch.loss_rows``: clean rows from the only pass they have, noised rows from the
+        second."""
         clean = batch.num_clean
 
         def guess(m: FakeModel, kept: list[tuple[Tensor, Tensor]], signal_MV: Tensor) -> Tensor:
@@ -147,7 +153,7 @@ class RethinkingAdapter(_Fake):
             for layer, (key, value) in zip(m.layers, kept, strict=True):
                 hidden_SC, _, _ = layer(hidden_SC, lambda q, k, v, key=key, value=value: self.attend(
                     q, key, value, k, v, plan, "guess"))
-            return m.head(hidden_SC)
+            return hidden_SC
 
         def run(m: FakeModel) -> Tensor:
             hidden_SC, kept = m.embed(batch.tokens[:clean]) + m.place(batch.positions[:clean]), []
@@ -156,9 +162,9 @@ class RethinkingAdapter(_Fake):
                     q, k, v, k[:0], v[:0], plan, "read"))
                 kept.append((key, value))
             with torch.no_grad():
-                first_MV = guess(m, kept, torch.zeros(len(batch.tokens) - clean, VOCAB, dtype=hidden_SC.dtype))
-            second_MV = guess(m, kept, torch.softmax(2 * first_MV, -1))
-            return torch.cat((m.head(hidden_SC), second_MV))[batch.loss_rows]
+                first_MV = m.head(guess(m, kept, torch.zeros(len(batch.tokens) - clean, VOCAB, dtype=hidden_SC.dtype)))
+            second_MC = guess(m, kept, torch.softmax(2 * first_MV, -1))
+            return read(torch.cat((hidden_SC, second_MC))[batch.loss_rows], m.head)
 
         return model(run)
 

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from csbp.comm.upload import upload
+
 # Per device: the most rows of a tile, the scores per head that a tile may hold beyond the fewest rows, and the
 # wasted scores that cost less than one more tile. A GPU is kept busier by fewer, larger tiles.
 TILING = {"cpu": (128, 1 << 20, 1 << 14), "cuda": (2048, 1 << 22, 1 << 22)}
@@ -56,7 +58,7 @@ class IntervalMask:
                     block_end: np.ndarray, device: torch.device | str = "cpu") -> IntervalMask:
         """The mask of four integer arrays [S]."""
         arrays = tuple(np.ascontiguousarray(a, np.int32) for a in (prefix_start, prefix_end, block_start, block_end))
-        mask = cls(*(torch.from_numpy(a).to(device) for a in arrays))
+        mask = cls(*(upload(a, device) for a in arrays))
         mask.__dict__["host"] = arrays  # where they came from: nothing need wait for the device to read them
         return mask
 

@@ -21,6 +21,7 @@ from csbp.attention.mask import IntervalMask
 from csbp.attention.phases import BoundKind, backward_phases, drive, forward_phases
 from csbp.attention.reference import compute_dtype
 from csbp.comm.transport import Transport
+from csbp.comm.upload import upload
 from csbp.plan.plan import KindPlan, RankPlan
 
 
@@ -99,8 +100,8 @@ def _bind(kind: KindPlan, travels: bool, device: torch.device | str, backend: st
     exchange = kind.exchange
     return BoundKind(
         here=mask(kind.here), arrived=mask(kind.arrived),
-        send=torch.from_numpy(exchange.send).to(device), send_counts=exchange.send_counts,
-        receive_counts=exchange.receive_counts, to_global=torch.from_numpy(exchange.to_global).to(device),
+        send=upload(exchange.send, device), send_counts=exchange.send_counts,
+        receive_counts=exchange.receive_counts, to_global=upload(exchange.to_global, device),
         backend=get_backend(backend), travels=travels, wire=wire)
 
 

@@ -72,7 +72,10 @@ def chunks_of(ranges: Ranges, num_keys: int, tile: tuple[int, int], least_rows: 
     start, end = seen.partial.start[:, [0, 2]], seen.partial.end[:, [1, 3]]
     counts = (end - start).sum(1)
     chunks: list[Chunk] = []
-    visits, rows, keys, entries = [], [], [], []
+    visits: list[np.ndarray] = []
+    rows: list[np.ndarray] = []
+    keys: list[np.ndarray] = []
+    entries: list[np.ndarray] = []
     row_base = key_base = slot_base = 0
     for low, high in _groups(counts, least_rows, most_slots):
         visit = _visits(start[low:high], end[low:high], seen.full.start[low:high], seen.full.end[low:high], low)

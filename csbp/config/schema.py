@@ -158,6 +158,8 @@ class TrainConfig:
                                  high=2**20)
     dtype: str = option("float32", "compute dtype; master weights are always float32",
                         choices=("float32", "bfloat16"))
+    logit_rows: int | None = option(None, "rows of a rank whose logits exist at once; null: about 256 MiB of them",
+                                    low=1)
     deterministic: bool = option(False, "only algorithms that repeat bit for bit, or an error where torch has none")
     eval_every: int = option(0, "held-out loss every so many steps; 0: only before and after", low=0)
     eval_packs: int = option(8, "packs of held-out text in one evaluation", low=1, high=2**20)
@@ -198,7 +200,6 @@ class PlanConfig:
 
     device: str = option("auto", "what a rank computes on; auto: cpu where parallel.device=cpu, else h200",
                          choices=("auto", "h200", "cpu"))
-    logit_rows: int | None = option(None, "rows of a rank whose logits exist at once; null: all", low=1)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ class LossTerm:
 
     Attributes:
         name: "diffusion" or "ar".
-        rows: int64 [E], which row's logits (index over both streams). A row may appear in several terms.
+        rows: int64 [E], which row's logits (index over both streams). A row may appear in several terms,
+            in each once.
         labels: int64 [E].
         weights: float64 [E].
         count: this pack's share of the term's denominator; denominators are summed over the optimizer step.

@@ -191,8 +191,6 @@ def verdict(result: PlanResult) -> list[str]:
             break
         need = f"{_gib(float(found.memory.total.max()))} of {_gib(result.device.memory)}"
         lines.append(f"{kind} {'fits' if found.fits else 'does not fit'}: the fullest rank needs {need}.")
-        if not found.fits and float(np.max(found.memory.logits)) > 0.3 * float(found.memory.total.max()):
-            lines[-1] += " Logits are the largest part; plan.logit_rows=N plans with N rows of them at a time."
     data, world = result.found.get("data"), result.settings.world // result.settings.tp
     if data is not None and result.kind != "data":
         # Judged with enough packs for every rank; whether the run has them is said beside it.

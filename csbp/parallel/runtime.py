@@ -12,11 +12,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from csbp.comm.transport import LocalTransport, ProcessGroupTransport, Transport
+from csbp.comm.upload import upload
 from csbp.config.mesh import axis_sizes, check_mesh
 from csbp.config.schema import ParallelConfig
 from csbp.errors import ConfigError
@@ -81,9 +84,18 @@ class Runtime:
 
     def total(self, values: Iterable[float]) -> list[float]:
         """Sums over all ranks, in float64."""
-        summed = torch.tensor(list(values), dtype=torch.float64, device=self.device)
-        dist.all_reduce(summed)
-        return summed.tolist()
+        found: list[float] = self.summed(self.upload(values)).tolist()
+        return found
+
+    def upload(self, values: Iterable[float]) -> Tensor:
+        """float64 on this rank's device, without waiting for it."""
+        return upload(np.fromiter(values, np.float64), self.device)
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Sums over all ranks of float64 values on the device. The host does not wait for them."""
+        found = values.clone()
+        dist.all_reduce(found)
+        return found
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value (a picklable object), on every rank."""

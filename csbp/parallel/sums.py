@@ -1,4 +1,5 @@
-"""What the ranks of a tp axis tell each other in a forward and its backward: three functions of autograd.
+"""What the ranks of a tp axis tell each other in a forward and its backward: three functions of autograd,
+and a gathering for code that brings its own.
 
 They call functional collectives, which compile for any number of rows.
 """
@@ -18,6 +19,11 @@ def _sum(x: Tensor, group: Any) -> Tensor:
 
 def _gather(x: Tensor, group: Any) -> Tensor:
     return funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous()[None], 0, group))
+
+
+def stacked(x: Tensor, group: Any) -> Tensor:
+    """Every rank's tensor, [ranks, ...]. Outside of autograd."""
+    return _gather(x, group)
 
 
 class Enter(torch.autograd.Function):

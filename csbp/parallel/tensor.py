@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
+from csbp.diffusion.loss import Head
 from csbp.errors import ConfigError
-from csbp.parallel.sums import Enter, Join, Leave
+from csbp.parallel.sums import Enter, Join, Leave, stacked
 
 
 class _Part:
@@ -165,6 +166,20 @@ def split_model(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> 
             _mix(module, part, tuple(names) if issubclass(part, _Copy) else (), mesh)
     for holder in holders:
         _mix(holder, _Holder, (), mesh)
+
+
+def enter_head(rows: Tensor, head: nn.Linear) -> tuple[Tensor, Head]:
+    """Rows [..., H] as they go into a model's head, as [E, H], and the part of its matrix that this rank has.
+
+    Call it where the head would be called, in the model's own forward: there FSDP has gathered its weight.
+    """
+    assert head.bias is None, "a head with a bias"
+    part: Any = head
+    if isinstance(head, _JoinedColumns):
+        rows, weight_VH = Enter.apply(rows, part.tp_group), part.local("weight")
+        return rows.flatten(0, -2), Head(weight_VH, part.tp_rank * len(weight_VH),
+                                         lambda x: stacked(x, part.tp_group))
+    return rows.flatten(0, -2), Head(part.local("weight") if isinstance(head, _Part) else head.weight)
 
 
 def style_of(name: str, plan: Mapping[str, str]) -> str:

@@ -19,8 +19,28 @@ from csbp.plan.split import split_bytes, split_shape
 # Beside the inputs and outputs of its matrices, a layer keeps norms, rotated queries and keys and the activation
 # function for its backward; about half as much again.
 _BESIDE_LINEAR = 1.5
-_LOGIT_COPIES = 3  # float32: the logits, their softmax, their gradient
+_LOGIT_BYTES = 256 << 20  # of the logits that exist at once, where no number of rows is asked for
+_LOGIT_ROWS = 64  # and then rows come in multiples of this
 _MASTER = 4  # bytes of a float32 number: weights, gradients, and twice for AdamW
+
+
+def logit_rows(vocabulary: int, itemsize: int, asked: int | None = None) -> int:
+    """Rows whose logits exist at once: as many as asked for, else about 256 MiB of them.
+
+    Args:
+        vocabulary: tokens whose logits one rank computes.
+        itemsize: bytes of a logit.
+        asked: ``train.logit_rows``.
+    """
+    return asked or max(_LOGIT_BYTES // (vocabulary * itemsize) // _LOGIT_ROWS, 1) * _LOGIT_ROWS
+
+
+def loss_bytes(rows: np.ndarray, vocabulary: int, hidden: int, itemsize: int, asked: int | None = None) -> np.ndarray:
+    """Bytes, like ``rows``, that the loss takes: logits of some rows and their gradient, the gradient of all its rows,
+    and that of the head, summed in float32 and then in the compute dtype."""
+    at_once = np.minimum(rows, logit_rows(vocabulary, itemsize, asked))
+    head = vocabulary * hidden * (_MASTER + (itemsize if itemsize != _MASTER else 0))
+    return itemsize * (2 * at_once * float(vocabulary) + rows * float(hidden)) + head
 
 
 @dataclass(frozen=True)
@@ -59,7 +79,7 @@ class Settings:
         world: all ranks of the run; weights are sharded over them.
         checkpointing: "none", "full" or "attention", as ``parallel.checkpointing``.
         itemsize: bytes of a number in the compute dtype, which is also what travels.
-        logit_rows: rows whose logits exist at once; None: all that a rank has.
+        logit_rows: rows whose logits exist at once; None: see the function of that name.
         offload: what is kept for the backward lies in CPU memory.
         gradient_itemsize: bytes of a number of dK and dV on the wire; None: as ``itemsize``.
         tp: ranks that share the heads of the same rows.
@@ -83,7 +103,7 @@ class Memory:
         gathered: the layer being computed and the next one, embedding and head, whole.
         activations: float64 [N], kept for the backward (offloaded: of two layers), and one layer computed again.
         keys: float64 [N], received keys and values of one layer and their gradients.
-        logits: float64 [N].
+        logits: float64 [N], and what else the loss takes (``loss_bytes``).
     """
 
     weights: float
@@ -169,7 +189,7 @@ def predict_seconds(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray
 
 def predict_memory(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray, settings: Settings) -> Memory:
     """Peak bytes of each rank, with AdamW and every parameter sharded over all ranks (FSDP2, and a tp axis)."""
-    item, vocabulary, shards = settings.itemsize, shape.vocabulary, settings.world // settings.tp
+    item, shards = settings.itemsize, settings.world // settings.tp
     shape = split_shape(shape, settings.tp)
     shard = -(-shape.parameters // shards)
     ends = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden
@@ -183,11 +203,10 @@ def predict_memory(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray,
     # Received rows as they came and in order, their gradients in float32 and as they leave.
     far = np.stack([counts.kinds[part.kind.name].received * part.row_elements * (3 * item + _MASTER)
                     for part in shape.attention]).max(0)
-    rows = loss_rows if settings.logit_rows is None else np.minimum(loss_rows, settings.logit_rows)
     return Memory(
         weights=_MASTER * shard, gradients=_MASTER * shard, optimizer=2 * _MASTER * shard, gathered=gathered,
         activations=counts.rows * (kept + again), keys=far.astype(float),
-        logits=rows * float(vocabulary * (item + _MASTER * _LOGIT_COPIES)))
+        logits=loss_bytes(loss_rows, shape.vocabulary, shape.hidden, item, settings.logit_rows))
 
 
 def _kept(shape: ModelShape, part: AttentionLayers, settings: Settings) -> float:

@@ -25,7 +25,8 @@ def split_bytes(shape: ModelShape, rows: np.ndarray, loss_rows: np.ndarray, *, t
 
     A layer adds up its rows after attention and after its MLP, and in the backward the gradients of what went into
     both; what is computed again (all but the last sum) travels again. So do the embedding's rows and the gradients
-    of the head's, once each; logits are put together. A sum of n bytes brings 2 (tp - 1) / tp n, as a ring does it.
+    of the head's, once each. Left out: a few numbers a row with a loss, of which each rank knows a part. A sum of n
+    bytes brings 2 (tp - 1) / tp n, as a ring does it.
 
     Args:
         shape: the whole model.
@@ -33,5 +34,5 @@ def split_bytes(shape: ModelShape, rows: np.ndarray, loss_rows: np.ndarray, *, t
         checkpointing: "none", "full" or "attention".
     """
     sums = shape.layers * (4 + (checkpointing != "none")) + 1
-    numbers = 2 * shape.hidden * (sums * rows + loss_rows) + shape.vocabulary * loss_rows
+    numbers = 2 * shape.hidden * (sums * rows + loss_rows)
     return (tp - 1) / tp * itemsize * np.asarray(numbers, float)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from csbp.comm.upload import upload
 from csbp.diffusion.layout import LossTerm, StreamLayout
 from csbp.models.protocol import LocalBatch, LocalTerm
 from csbp.plan.plan import RankRows
@@ -32,18 +33,17 @@ def scatter(layout: StreamLayout, rows: RankRows, device: torch.device | str = "
 
     def local(values: np.ndarray) -> torch.Tensor:
         padded = values if len(values) else np.zeros(1, np.int64)
-        return torch.from_numpy(np.where(real, padded[safe], 0).astype(np.int64)).to(device)
+        return upload(np.where(real, padded[safe], 0).astype(np.int64), device)
 
     return LocalBatch(
         tokens=local(layout.tokens), positions=local(layout.positions), num_clean=len(rows.clean),
-        clean_rows=torch.from_numpy(rows.clean).to(device), loss_rows=torch.from_numpy(loss_rows).to(device),
+        clean_rows=upload(rows.clean, device), loss_rows=upload(loss_rows, device),
         terms=tuple(_term(term, own, np.searchsorted(loss_rows, at), device)
                     for term, own, at in zip(layout.terms, mine, asked, strict=True)))
 
 
 def _term(term: LossTerm, own: np.ndarray, index: np.ndarray, device: torch.device | str) -> LocalTerm:
-    def send(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
-
-    return LocalTerm(name=term.name, index=send(index), labels=send(term.labels[own]),
-                     weights=send(term.weights[own]), masked=send(term.masked[own]), scale=term.scale)
+    assert len(np.unique(index)) == len(index), f"{term.name} asks a row twice"
+    return LocalTerm(name=term.name, index=upload(index, device), labels=upload(term.labels[own], device),
+                     weights=upload(term.weights[own], device), masked=upload(term.masked[own], device),
+                     scale=term.scale)

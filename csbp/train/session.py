@@ -99,7 +99,7 @@ def make_ready(config: RunConfig, runtime: Runtime, adapter: ModelAdapter,
     parallelize(model, adapter.units(model), config.parallel, runtime, compute, adapter.tp_plan(model))
     shape = model_shape(adapter.export_config(model, {}), config.objective.clean_stream)
     return (build_optimizer(model, config.optim),
-            StepRunner(model, adapter, runtime, config.attention.backend, shape))
+            StepRunner(model, adapter, runtime, config.attention.backend, shape, config.train.logit_rows))
 
 
 def run_tokenizer(config: RunConfig) -> PreTrainedTokenizerFast:

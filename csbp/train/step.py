@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,11 +15,12 @@ from csbp.config.schema import NoiseConfig, ObjectiveConfig
 from csbp.data.batch import PackedBatch, empty_batch
 from csbp.diffusion.build import build_layout
 from csbp.diffusion.layout import StreamLayout
-from csbp.diffusion.loss import denominator, term_sums
+from csbp.diffusion.loss import denominators, linear_cross_entropy
 from csbp.models.protocol import LocalBatch, ModelAdapter
 from csbp.observe.accounting import model_flops
 from csbp.parallel.gradients import clip, global_norm
 from csbp.parallel.runtime import Runtime
+from csbp.parallel.tensor import enter_head
 from csbp.plan.counts import attended_pairs
 from csbp.plan.plan import plan_rank
 from csbp.plan.shapes import ModelShape
@@ -81,11 +82,15 @@ class StepResult:
 
 
 class StepRunner:
-    """Runs packs through a model. Holds no state that a checkpoint would need."""
+    """Runs packs through a model. Holds no state that a checkpoint would need.
+
+    The host only waits for the device at the end of ``run``, once, to read the numbers of the whole step.
+    """
 
     def __init__(self, model: nn.Module, adapter: ModelAdapter, runtime: Runtime, backend: str,
-                 shape: ModelShape | None = None) -> None:
+                 shape: ModelShape | None = None, logit_rows: int | None = None) -> None:
         self.model, self.adapter, self.runtime, self.backend = model, adapter, runtime, backend
+        self.logit_rows = logit_rows  # rows whose logits exist at once; None: by their bytes
         self.shape = shape  # for balancing kinds of layers and counting FLOPs; None: kinds weigh alike, not counted
 
     def prepare(self, packs: Sequence[PackedBatch], noising: Noising, step: int) -> list[Work]:
@@ -108,18 +113,19 @@ class StepRunner:
                               BoundPlan(plan, runtime.transport, runtime.device, self.backend, runtime.gradient_wire)))
         return works
 
-    def counts(self, works: Sequence[Work], stop: bool = False) -> tuple[dict[str, float], int, int, bool]:
-        """Global denominators of the terms, clean tokens, supervised tokens, and whether any rank must stop."""
-        names = [term.name for term in works[0].layout.terms]
-        local = [0.0] * (len(names) + 2)
+    def counts(self, works: Sequence[Work], stop: bool = False) -> Tensor:
+        """Global denominators of the T terms, clean tokens, supervised tokens, and how many ranks must stop.
+
+        float64 [T + 3] on the device, summed over the ranks; the host has not waited for them.
+        """
+        local = [0.0] * (len(works[0].layout.terms) + 2)
         if self.runtime.first_of_replica:  # all its ranks know the same pack: count it once
             for work in works:
                 for place, term in enumerate(work.layout.terms):
                     local[place] += term.count
                 local[-2] += work.layout.geometry.num_clean
                 local[-1] += work.layout.supervised
-        *totals, tokens, supervised, stops = self.runtime.total([*local, float(stop)])
-        return dict(zip(names, totals, strict=True)), int(tokens), int(supervised), stops > 0
+        return self.runtime.summed(self.runtime.upload([*local, float(stop)]))
 
     def run(self, works: Sequence[Work], *, train: bool, stop: bool = False,
             before_each: Callable[[int], None] = lambda done: None) -> StepResult:
@@ -127,36 +133,47 @@ class StepRunner:
 
         ``before_each`` is called with the number of micro-batches done; what it raises, it raises on every rank.
         """
-        counts, tokens, supervised, stopping = self.counts(works, stop)
-        transport = self.runtime.transport
+        runtime, terms = self.runtime, works[0].layout.terms
+        transport = runtime.transport
         sent, waited = sum(transport.sent_bytes.values()), transport.waited_seconds
-        sums = dict.fromkeys(counts, 0.0)
-        correct = hidden = 0.0
+        counts = self.counts(works, stop)
+        divisors_T = denominators(counts[:len(terms)])
+        # Divided before the backward, by the whole step's count: gradients then only add.
+        factors_T = runtime.upload([term.scale for term in terms]) / divisors_T
+        numbers = torch.zeros(len(terms), 3, dtype=torch.float64, device=runtime.device)
         for done, work in enumerate(works):
             before_each(done)
-            with torch.set_grad_enabled(train):
-                found = term_sums(self.adapter.forward(self.model, work.batch, work.plan), work.batch)
-                parts: list[Tensor] = []
-                for term in work.batch.terms:
-                    # Divided before the backward, by the whole step's count: gradients then only add.
-                    parts.append(found[term.name].loss * (term.scale / denominator(counts[term.name])))
-                if train:
-                    torch.stack(parts).sum().backward()
-            for name, term_sum in found.items():
-                sums[name] += float(term_sum.loss.detach())
-                if name == works[0].layout.terms[0].name:
-                    correct += float(term_sum.correct)
-                    hidden += float(term_sum.hidden)
+            numbers += self._micro_batch(work, factors_T, train)
         sent, waited = sum(transport.sent_bytes.values()) - sent, transport.waited_seconds - waited
-        once = float(self.runtime.tp_rank == 0)  # the ranks of a tp axis have the same rows; 0 x NaN is NaN
-        *totals, correct, hidden, flops, sent_all, waited_all = self.runtime.total(
-            [*(once * value for value in (*sums.values(), correct, hidden)), self._flops(works), float(sent), waited])
-        scales = {term.name: term.scale for term in works[0].layout.terms}
-        terms = {name: total / denominator(counts[name]) for name, total in zip(sums, totals, strict=True)}
-        return StepResult(loss=sum(scales[name] * value for name, value in terms.items()), terms=terms,
-                          accuracy=correct / hidden if hidden else math.nan, clean_tokens=tokens,
-                          supervised=supervised, stop=stopping, model_flops=flops, wire_bytes=int(sent_all),
-                          exposed_seconds=waited_all / self.runtime.world)
+        once = float(runtime.tp_rank == 0)  # the ranks of a tp axis have the same rows; 0 x NaN is NaN
+        summed = runtime.summed(torch.cat([once * numbers.flatten(),
+                                           runtime.upload([self._flops(works), float(sent), waited])]))
+        norm = global_norm(self.model.parameters()) if train else torch.tensor(math.nan)
+        values = torch.cat([summed[:-3].view(-1, 3)[:, 0] / divisors_T, summed[1:3], summed[-3:],
+                            counts[len(terms):], norm.to(counts)[None]]).tolist()
+        means, (correct, hidden, flops, sent_all, waited_all, tokens, supervised, stops, norm_now) = (
+            values[:len(terms)], values[len(terms):])
+        return StepResult(loss=sum(term.scale * value for term, value in zip(terms, means, strict=True)),
+                          terms={term.name: value for term, value in zip(terms, means, strict=True)},
+                          accuracy=correct / hidden if hidden else math.nan, clean_tokens=int(tokens),
+                          supervised=int(supervised), grad_norm=norm_now, stop=stops > 0, model_flops=flops,
+                          wire_bytes=int(sent_all), exposed_seconds=waited_all / runtime.world)
+
+    def _micro_batch(self, work: Work, factors_T: Tensor, train: bool) -> Tensor:
+        """Forward and, to train, backward of one pack. Returns its ``Losses.numbers``."""
+        found: list[Tensor] = []
+
+        def read(rows: Tensor, head: nn.Linear) -> Tensor:
+            total, numbers = linear_cross_entropy(*enter_head(rows, head), work.batch.terms, factors_T,
+                                                  self.logit_rows)
+            found.append(numbers)
+            return total
+
+        with torch.set_grad_enabled(train):
+            total = self.adapter.forward(self.model, work.batch, work.plan, read)
+            if train:
+                total.backward()
+        return found[0]
 
     def _flops(self, works: Sequence[Work]) -> float:
         """Model FLOPs of this replica's packs, counted on its first rank."""
@@ -172,11 +189,9 @@ class StepRunner:
 
     def update(self, result: StepResult, optimizer: torch.optim.Optimizer, clip_norm: float) -> StepResult:
         """Clip and apply the gradients, unless anything is not finite anywhere; then no rank changes."""
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = global_norm(parameters)
-        fine = math.isfinite(result.loss) and math.isfinite(norm)
+        fine = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
         if fine:
-            clip(parameters, norm, clip_norm)
+            clip(self.model.parameters(), result.grad_norm, clip_norm)
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return StepResult(**{**result.__dict__, "grad_norm": norm, "updated": fine})
+        return replace(result, updated=fine)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from csbp.attention.operator import BoundPlan
-from csbp.models.protocol import LocalBatch
+from csbp.models.protocol import LocalBatch, Reader, read_instead
 from csbp.models.qwen3.settings import read_settings
 from csbp.plan.geometry import LayerKind
 
@@ -69,13 +69,14 @@ class Qwen3Adapter:
         return {**{f"model.{name}": style for name, style in base.items()},
                 "model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
 
-    def forward(self, model: nn.Module, batch: LocalBatch, plan: BoundPlan) -> Tensor:
-        """Logits [E, V] of the rows with a loss."""
+    def forward(self, model: nn.Module, batch: LocalBatch, plan: BoundPlan, read: Reader | None = None) -> Tensor:
+        """Logits [E, V] of the rows with a loss, or what ``read`` makes of these rows."""
         if not hasattr(_model(model).model.layers[0].self_attn, "csbp_kind"):
             _named(_model(model))
-        out = model(input_ids=batch.tokens[None], position_ids=batch.positions[None], use_cache=False,
-                    logits_to_keep=batch.loss_rows, csbp_plan=plan)
-        return out.logits[0]
+        with read_instead(_model(model).lm_head, read):
+            out = model(input_ids=batch.tokens[None], position_ids=batch.positions[None], use_cache=False,
+                        logits_to_keep=batch.loss_rows, csbp_plan=plan)
+        return cast(Tensor, out.logits if read else out.logits[0])
 
     def export_config(self, model: nn.Module, diffusion: Mapping[str, Any]) -> dict[str, Any]:
         """Qwen3's config.json with the diffusion properties beside its own fields."""

@@ -102,7 +102,7 @@ def test_a_damaged_checkpoint_is_passed_over(ranks: Any, corpus: Path, tmp_path:
 
 
 def poison(config: Any, rank: int, first: int, last: int) -> int:
-    """NaN logits on one rank in some steps."""
+    """NaN rows on one rank in some steps."""
     def disturb(session: Any) -> None:
         forward, current = session.adapter.forward, {"step": -1}
         prepare = session.runner.prepare
@@ -111,10 +111,9 @@ def poison(config: Any, rank: int, first: int, last: int) -> int:
             current["step"] = step if noising is session.training else -1
             return prepare(packs, noising, step)
 
-        def broken(model: Any, batch: Any, plan: Any) -> Any:
-            logits = forward(model, batch, plan)
+        def broken(model: Any, batch: Any, plan: Any, read: Any = None) -> Any:
             bad = session.runtime.rank == rank and first <= current["step"] <= last
-            return logits * math.nan if bad else logits
+            return forward(model, batch, plan, (lambda rows, head: read(rows * math.nan, head)) if bad else read)
 
         session.runner.prepare = watched
         session.runner.adapter = type("Broken", (), {**{n: getattr(session.adapter, n) for n in

@@ -166,13 +166,14 @@ def test_exact_parts_of_the_estimate(config: RunConfig) -> None:
     assert all(p.is_meta for p in model.parameters())
     layer = 32 * (32 + 16 + 16) + 32 * 32 + 3 * 32 * 48 + 2 * 32 + 2 * 16
     total = 2 * layer + 2 * 400 * 32 + 32
-    need = estimate_memory(model, adapter.units(model), world=3, rows=10, loss_rows=4, vocabulary=400,
+    need = estimate_memory(model, adapter.units(model), world=3, rows=10, loss_rows=4, vocabulary=400, hidden=32,
                            compute=torch.bfloat16)
     shard = -(-total // 3)
     assert (need.weights, need.gradients, need.optimizer) == (4 * shard, 4 * shard, 8 * shard)
     assert need.loading == 4 * total
     assert need.gathered == 2 * (total - 2 * layer + 2 * layer)
-    assert need.logits == 4 * 400 * (2 + 12)
+    # Logits and their gradient; the gradient of the rows; the head's, in float32 and in the compute dtype.
+    assert need.logits == 2 * 2 * 4 * 400 + 2 * 4 * 32 + 400 * 32 * (4 + 2)
     assert need.total == need.certain + need.gathered + need.activations + need.logits
 
 
@@ -192,7 +193,8 @@ def test_activations_are_near_what_autograd_keeps(config: RunConfig) -> None:
     width = sum(m.in_features + m.out_features for m in mlp.modules() if isinstance(m, nn.Linear))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         mlp(norm(torch.randn(rows, 32, requires_grad=True)))
-    estimate = estimate_memory(mlp, [mlp], world=1, rows=rows, loss_rows=0, vocabulary=1, compute=torch.float32)
+    estimate = estimate_memory(mlp, [mlp], world=1, rows=rows, loss_rows=0, vocabulary=1, hidden=1,
+                               compute=torch.float32)
     assert estimate.activations == round(1.5 * rows * width * 4)
     assert 0.5 < sum(saved.values()) / estimate.activations < 2
 

@@ -93,7 +93,7 @@ def test_the_report_says_what_fits_and_what_is_faster(capsys: pytest.CaptureFixt
     code, out, _ = answer(capsys, *words, "data.seq_len=1024")
     assert code == 0 and "8.49B parameters" in out
     assert "Plain data parallel (parallel.kind=data) would be faster" in out and "csbp fits" in out
-    out = answer(capsys, *words, "data.seq_len=131072", "plan.logit_rows=1024")[1]
+    out = answer(capsys, *words, "data.seq_len=131072", "train.logit_rows=1024")[1]
     assert "data does not fit" in out and "block does not fit" in out and "csbp fits" in out
     assert "Plain data parallel is out" in out and "parallel.kind=csbp" in out
     table = [line.split() for line in out.splitlines() if line.strip()[:1].isdigit()]
