@@ -108,7 +108,7 @@ def errors(runtime: Runtime, case: BenchAttentionConfig, geometry: Geometry, kin
         real = torch.from_numpy(held >= 0).to(device)
         pairs |= {"dk": (grads[1][real], dk[place[real]]), "dv": (grads[2][real], dv[place[real]])}
     sums = [float(x) for got, ref in pairs.values() for x in ((got.double() - ref).square().sum(), ref.square().sum())]
-
+    sums[2] += float(torch.linalg.vector_norm(grads[0][~asked], dtype=torch.float64)) ** 2  # nobody asked those rows
     unwritten = float(not bool(found.isfinite().all()))
     *sums, unwritten = runtime.total([*sums, unwritten])
     return {name: float("nan") if unwritten else (sums[2 * i] / max(sums[2 * i + 1], 1e-300)) ** 0.5
