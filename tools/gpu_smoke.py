@@ -61,9 +61,6 @@ def apart(a: list[float], b: list[float]) -> float:
 
 def main(out: Path, words: list[str]) -> int:
     """Run all, compare, record."""
-    import torch
-    import transformers
-
     wanted = [word for word in words if "=" not in word]
     words = [word for word in words if "=" in word]
     names = [name for name in RUNS if not wanted or any(word in name for word in wanted)]
@@ -87,12 +84,20 @@ def main(out: Path, words: list[str]) -> int:
                         "median_step_seconds": found[name]["median_step_seconds"]}
             rows.append(row)
             print(json.dumps(row), flush=True)
-    record = {"command": "python tools/gpu_smoke.py", "date": time.strftime("%Y-%m-%d"),
+            record(out, rows)
+    return any("error" in row for row in rows)
+
+
+def record(out: Path, rows: list[dict[str, Any]]) -> None:
+    """Write what there is so far."""
+    import torch
+    import transformers
+
+    found = {"command": "python tools/gpu_smoke.py", "date": time.strftime("%Y-%m-%d"),
               "device": torch.cuda.get_device_name(0), "gpus": torch.cuda.device_count(),
               "versions": {"python": platform.python_version(), "torch": torch.__version__,
                            "transformers": transformers.__version__}, "runs": rows}
-    out.write_text(json.dumps(record, indent=1) + "\n")
-    return any("error" in row for row in rows)
+    out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
