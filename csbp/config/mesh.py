@@ -12,7 +12,8 @@ from csbp.errors import ConfigError
 # Fields of a Hugging Face configuration -> what a tp axis splits evenly.
 _SPLIT = {"num_attention_heads": "query heads", "num_key_value_heads": "key/value heads",
           "num_global_key_value_heads": "key/value heads of layers without a window",
-          "intermediate_size": "MLP columns", "moe_intermediate_size": "columns of an expert", "vocab_size": "vocabulary rows"}
+          "intermediate_size": "MLP columns", "moe_intermediate_size": "columns of an expert",
+          "vocab_size": "vocabulary rows"}
 
 
 def axis_sizes(parallel: ParallelConfig) -> tuple[int, int, int]:

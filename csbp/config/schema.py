@@ -128,8 +128,8 @@ class ParallelConfig:
 class AttentionConfig:
     """Kernel choice."""
 
-    backend: str = option("auto", "kernel of core attention; auto: the fastest that can compute what the model asks for",
-                         choices=("auto", "flash", "flex", "reference"))
+    backend: str = option("auto", "kernel of core attention; auto: the fastest that can compute what is asked",
+                          choices=("auto", "flash", "wide", "flex", "reference"))
 
 
 @dataclass(frozen=True)
