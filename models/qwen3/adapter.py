@@ -73,9 +73,10 @@ class Qwen3Adapter:
         """Logits [E, V] of the rows with a loss, or what ``read`` makes of these rows."""
         if not hasattr(_model(model).model.layers[0].self_attn, "csbp_kind"):
             _named(_model(model))
+        # With its masks given, none, the library need not look at the positions, for which it would wait.
         with read_instead(_model(model).lm_head, read):
             out = model(input_ids=batch.tokens[None], position_ids=batch.positions[None], use_cache=False,
-                        logits_to_keep=batch.loss_rows, csbp_plan=plan)
+                        attention_mask=dict.fromkeys(KIND_OF_TYPE), logits_to_keep=batch.loss_rows, csbp_plan=plan)
         return cast(Tensor, out.logits if read else out.logits[0])
 
     def export_config(self, model: nn.Module, diffusion: Mapping[str, Any]) -> dict[str, Any]:
