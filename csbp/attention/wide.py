@@ -22,6 +22,7 @@ from torch import Tensor
 
 from csbp.attention.mask import IntervalMask
 from csbp.attention.wide_plan import Chunk, chunks_of
+from csbp.comm.upload import upload
 
 # Per launch of a kernel: steps of its sum, warps, stages of loading, columns of D at once.
 Launch = dict[str, int]
@@ -108,7 +109,7 @@ def _bind(mask: IntervalMask, num_keys: int, tile: tuple[int, int], heads: int, 
     found = chunks_of(mask.host, num_keys, tile, max(1, TUNING.programs // (heads * parts)),
                       max(1, TUNING.chunk_tiles * 128 * 128 // (heads * tile[0] * tile[1])))
     device = mask.prefix_start.device
-    visits, rows, keys, entries = (torch.from_numpy(x).to(device) for x in
+    visits, rows, keys, entries = (upload(x, device) for x in
                                    (found.visits, found.row_table, found.key_table, found.entries))
     bounds = tuple(x.contiguous() for x in (mask.prefix_start, mask.prefix_end, mask.block_start, mask.block_end))
     return _Bound(found.chunks, found.capacity, visits, rows, keys, entries, bounds)

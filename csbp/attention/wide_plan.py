@@ -80,9 +80,7 @@ def chunks_of(ranges: Ranges, num_keys: int, tile: tuple[int, int], least_rows: 
     for low, high in _groups(counts, least_rows, most_slots):
         visit = _visits(start[low:high], end[low:high], seen.full.start[low:high], seen.full.end[low:high], low)
         parts = max(1, -(-len(visit) // most_slots))
-        part = _parts(visit[:, 1], parts)
-        for i in range(parts):
-            mine = visit[part == i]
+        for i, mine in enumerate(_parts(visit, parts)):
             row_table, (key_table, entry) = _row_table(mine, low, high), _key_table(mine)
             chunks.append(Chunk(low, high - low, row_base, key_base, len(key_table), slot_base, len(mine), i == 0,
                                 i == parts - 1))
@@ -113,12 +111,13 @@ def _visits(start: np.ndarray, end: np.ndarray, full_start: np.ndarray, full_end
     return np.stack([row + low, key, full], 1)
 
 
-def _parts(key: np.ndarray, parts: int) -> np.ndarray:
-    """The part of each visit: key tiles in order, visits in equal parts."""
-    if parts == 1 or not len(key):
-        return np.zeros(len(key), np.int64)
-    visitors = np.bincount(key)
-    return ((np.cumsum(visitors) - visitors) * parts // len(key))[key]
+def _parts(visit: np.ndarray, parts: int) -> list[np.ndarray]:
+    """The visits by key tiles, whole ones, in about equal parts; in each in the order they had."""
+    if parts == 1:
+        return [visit]
+    visitors = np.bincount(visit[:, 1])
+    part = ((np.cumsum(visitors) - visitors) * parts // len(visit)).astype(np.min_scalar_type(parts))[visit[:, 1]]
+    return np.split(visit[np.argsort(part, kind="stable")], np.cumsum(np.bincount(part, minlength=parts))[:-1])
 
 
 def _row_table(visit: np.ndarray, low: int, high: int) -> np.ndarray:
@@ -137,6 +136,12 @@ def _row_table(visit: np.ndarray, low: int, high: int) -> np.ndarray:
 
 
 def _key_table(visit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    order = np.argsort(visit[:, 1], kind="stable")
-    key, first, count = np.unique(visit[order, 1], return_index=True, return_counts=True)
-    return np.stack([key, first, count], 1), np.stack([order, visit[order, 0]], 1)
+    if not len(visit):
+        return np.zeros((0, 3), np.int64), np.zeros((0, 2), np.int64)
+    low = visit[:, 1].min()
+    count = np.bincount(visit[:, 1] - low)
+    key = np.flatnonzero(count)
+    # Of 16 bits where they suffice: numpy sorts those in linear time.
+    order = np.argsort((visit[:, 1] - low).astype(np.min_scalar_type(len(count))), kind="stable")
+    return (np.stack([key + low, (np.cumsum(count) - count)[key], count[key]], 1),
+            np.stack([order, visit[order, 0]], 1))

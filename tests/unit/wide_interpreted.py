@@ -52,7 +52,7 @@ def case(name: str) -> None:
     torch.manual_seed(0)
     wide.TUNING = wide.Tuning(
         forward_tile=(32, 64) if name == "tiles" else (32, 32), backward_tile=(32, 32), programs=4,
-        chunk_tiles=1 if name == "chunks" else 64, scores={"BK": 16}, score_grads={"BK": 16},
+        chunk_tiles=0 if name == "chunks" else 64, scores={"BK": 16}, score_grads={"BK": 16},
         by_rows={"BK": 16, "BD": 32}, by_keys={"BK": 16, "BD": 32})
     rows, clean, keys, heads, key_heads, dim = 70, 60, 90, 4, 2, 40
     mask = IntervalMask.from_arrays(*ranges(rng, rows, clean, keys))
