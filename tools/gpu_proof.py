@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from csbp.attention import flash, flex, reference
+from csbp.attention import flash, flex, reference, wide
 from csbp.attention.core import BACKENDS
 from csbp.attention.operator import BoundPlan
 from csbp.attention.phases import backward_phases, forward_phases
@@ -107,6 +107,7 @@ def usable(backend: str, dim: int) -> str:
     """Why a backend cannot take this head size; "" where it can."""
     reasons: dict[str, Callable[[], str]] = {
         "flash": lambda: flash.unusable(torch.device("cuda"), torch.bfloat16, dim, dim, False),
+        "wide": lambda: wide.unusable(torch.device("cuda"), torch.bfloat16, dim, dim),
         "flex": lambda: flex.unusable(torch.device("cuda"), torch.bfloat16, dim, dim)}
     return reasons[backend]() if backend in reasons else ""
 

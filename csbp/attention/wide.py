@@ -3,11 +3,10 @@
 A fused kernel has no room for such heads. Their arithmetic is so dense, though, that scores can go through memory:
 4 D operations for each 2 bytes. So a chunk of the score tiles that the mask lets be seen (``wide_plan``) is computed
 into a workspace of one size, and multiplied from there; tiles that nobody sees are never touched. Forward, for each
-chunk: ``scores`` writes exponentials, ``settle`` each row's sum, ``align`` makes a row's tiles comparable (nearly
-always nothing to do), ``by_rows`` multiplies by the values. Backward: ``score_grads`` writes probabilities and
-gradients of scores, then ``by_rows`` gives dQ, ``by_keys`` dV and dK. Seven products in all, the fewest possible.
-Sums have one order: results are the same bits each time. Legend: S query rows, T keys, N query heads, K key/value
-heads, D head dim.
+chunk: ``scores`` writes exponentials, ``settle`` each row's sum, ``by_rows`` multiplies by the values. Backward:
+``score_grads`` writes probabilities and gradients of scores, then ``by_rows`` gives dQ, ``by_keys`` dV and dK. Seven
+products in all, the fewest possible. Sums have one order: results are the same bits each time. Legend: S query rows,
+T keys, N query heads, K key/value heads, D head dim.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Launch = dict[str, int]
 
 @dataclass
 class Tuning:
-    """Sizes, found on an H200.
+    """Sizes, for Hopper GPUs.
 
     Attributes:
         forward_tile, backward_tile: query rows and keys of a slot.
@@ -175,11 +174,8 @@ def forward(q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, mask: IntervalMask, sca
                 q, k, tiles, bound.visits, *bound.bounds, top, sums, chunk.slot_base, bound.capacity, job.rows,
                 scale * _LOG2_E, STEP=_STEP[q_SND.dtype], **job.shape, **how)
         kernels.settle[(chunk.row_tiles, heads)](
-            bound.row_table, top, sums, peak, total, carry, lse, chunk.row_base, bound.capacity, job.rows,
-            chunk.row_tile, FIRST=chunk.first, BR=rows, MANY=16)
-        if chunk.slots:
-            kernels.align[(heads, chunk.slots)](p, bound.visits, top, peak, chunk.slot_base, bound.capacity, job.rows,
-                                                BR=rows, BC=keys)
+            p, bound.row_table, top, sums, peak, total, carry, lse, chunk.row_base, bound.capacity, job.rows,
+            chunk.row_tile, FIRST=chunk.first, BR=rows, BC=keys, MANY=16)
         job.by_rows(chunk, p, v_TKD, out, carry, total)
     return out, lse.t()
 

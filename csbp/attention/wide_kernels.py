@@ -43,8 +43,8 @@ def scores(q, k, p, visits, low_ptr, high_ptr, own_ptr, end_ptr, top_ptr, sum_pt
     """2^(scores - top) of each slot; and of each of its rows ``top``, the nearest multiple of STEP to its highest score
     (-inf where it sees nothing), and the sum, both [N, capacity, BR].
 
-    Tops are so coarse that those of a row's slots nearly always agree: ``align`` then has nothing to do. STEP / 2 is
-    as far from 0 as exponents can be where half precision and sums lose nothing.
+    Tops are so coarse that those of a row's slots nearly always agree: ``settle`` then leaves the slots as they are.
+    STEP / 2 is as far from 0 as exponents can be where half precision and sums lose nothing.
     """
     head, slot = tl.program_id(0), tl.program_id(1)
     row0 = tl.load(visits + (base + slot) * 3) * BR
@@ -63,11 +63,21 @@ def scores(q, k, p, visits, low_ptr, high_ptr, own_ptr, end_ptr, top_ptr, sum_pt
     p.store([at, 0], s.to(p.dtype))
 
 
+@triton.jit
+def _lower(p_ptr, at, top, peak, BR: tl.constexpr, BC: tl.constexpr):
+    """Multiplies the rows of a slot whose ``top`` is below ``peak`` by the power of two between them: exact."""
+    below = (top < peak) & (top > float("-inf"))
+    place = p_ptr + (at.to(tl.int64) + tl.arange(0, BR))[:, None] * BC + tl.arange(0, 32)[None, :]
+    for c in range(0, BC, 32):
+        part = tl.load(place + c, below[:, None], 0.0).to(tl.float32) * tl.exp2(top - peak)[:, None]
+        tl.store(place + c, part.to(p_ptr.dtype.element_ty), below[:, None])
+
+
 @triton.jit(do_not_specialize=_LOOSE)
-def settle(table, top_ptr, sum_ptr, peak_ptr, total_ptr, carry_ptr, lse_ptr, base, capacity, rows, first_tile,
-           FIRST: tl.constexpr, BR: tl.constexpr, MANY: tl.constexpr):
+def settle(p_ptr, table, top_ptr, sum_ptr, peak_ptr, total_ptr, carry_ptr, lse_ptr, base, capacity, rows, first_tile,
+           FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MANY: tl.constexpr):
     """Takes a chunk's slots into each row's highest top (``peak``), sum (``total``) and lse, all [N, S]; ``carry`` is
-    what earlier chunks' sums are to be multiplied by."""
+    what earlier chunks' sums are to be multiplied by. Slots with lower tops are brought to the peak."""
     tile, head = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(table + (base + tile) * 5), tl.load(table + (base + tile) * 5 + 1)
     row = (first_tile + tile) * BR + tl.arange(0, BR)
@@ -89,27 +99,15 @@ def settle(table, top_ptr, sum_ptr, peak_ptr, total_ptr, carry_ptr, lse_ptr, bas
         top = tl.load(top_ptr + at + (i + many) * BR + lane, i + many < count, float("-inf"))
         part = tl.load(sum_ptr + at + (i + many) * BR + lane, i + many < count, 0.0)
         total += tl.sum(part * tl.exp2(top - safe[None, :]), 0)
+        below = (top < safe[None, :]) & (top > float("-inf"))
+        if tl.max(tl.max(below.to(tl.int32), 1), 0) > 0:
+            for j in range(i, tl.minimum(i + MANY, count)):
+                _lower(p_ptr, at + j * BR, tl.load(top_ptr + at + j * BR + tl.arange(0, BR)), safe, BR, BC)
     tl.store(peak_ptr + state, peak, inside)
     tl.store(total_ptr + state, total, inside)
     tl.store(carry_ptr + state, carry, inside)
     lse = tl.where(total > 0, (safe + tl.log2(total)) * 0.6931471805599453, float("-inf"))
     tl.store(lse_ptr + state, lse, inside)
-
-
-@triton.jit(do_not_specialize=_LOOSE)
-def align(p_ptr, visits, top_ptr, peak_ptr, base, capacity, rows, BR: tl.constexpr, BC: tl.constexpr):
-    """Brings slots whose tops are below their rows' peaks to those: a power of two, exact. Most are left untouched."""
-    head, slot = tl.program_id(0), tl.program_id(1)
-    row = tl.load(visits + (base + slot) * 3) * BR + tl.arange(0, BR)
-    at = (head * capacity + slot) * BR + tl.arange(0, BR)
-    top = tl.load(top_ptr + at)
-    peak = tl.load(peak_ptr + head * rows + row, row < rows, float("-inf"))
-    lower = (top < peak) & (top > float("-inf"))
-    if tl.max(lower.to(tl.int32), 0) > 0:
-        place = p_ptr + at.to(tl.int64)[:, None] * BC + tl.arange(0, BC)[None, :]
-        p = tl.load(place).to(tl.float32)
-        p *= tl.where(lower, tl.exp2(top - peak), 1.0)[:, None]
-        tl.store(place, p.to(p_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=_LOOSE)
