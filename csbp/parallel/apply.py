@@ -10,13 +10,14 @@ from torch import nn
 from csbp.config.schema import ParallelConfig
 from csbp.parallel.activations import apply_checkpointing
 from csbp.parallel.fsdp import shard_model
+from csbp.parallel.offload import Mover, apply_offload
 from csbp.parallel.runtime import Runtime
 from csbp.parallel.tensor import split_model
 
 
 def parallelize(model: nn.Module, units: Sequence[nn.Module], config: ParallelConfig, runtime: Runtime,
                 compute: torch.dtype, plan: Mapping[str, str] | None = None) -> nn.Module:
-    """Split, checkpoint, compile and shard a model, in place.
+    """Split, checkpoint, compile, offload and shard a model, in place.
 
     Args:
         model: full-size float32 parameters on the rank's device, equal on every rank.
@@ -31,10 +32,13 @@ def parallelize(model: nn.Module, units: Sequence[nn.Module], config: ParallelCo
     if runtime.tp_mesh is not None:
         split_model(model, plan or {}, runtime.tp_mesh)
     # Checkpointing before compilation: the compiler must see it to decide what to keep.
-    apply_checkpointing(units, config.checkpointing, config.offload)
+    apply_checkpointing(units, config.checkpointing)
     if config.compile:
         for unit in units:
             # Lengths differ from pack to pack; one graph serves all.
             unit.compile(dynamic=True)
+    # Around the compiled code, whose kept tensors are known only when it runs. On a CPU everything is there already.
+    if config.offload and runtime.device.type == "cuda":
+        apply_offload(units, Mover(torch.cuda.Stream(runtime.device)))
     # Sharding last: its hooks gather a unit's weights before the compiled code runs.
     return shard_model(model, units, runtime.shard_mesh, compute)

@@ -49,7 +49,7 @@ def test_predicted_bytes_are_sent(policy: str, scheme: str, exchange: str) -> No
     def work(transport: LoopbackTransport) -> int:
         bound = BoundPlan(plan.rank_plan(transport.rank), transport, backend="reference")
         layers = [Layer(part) for part in SHAPE.attention for _ in range(part.count)]
-        apply_checkpointing(layers, policy, offload=False)
+        apply_checkpointing(layers, policy)
         x = torch.randn(bound.num_clean + bound.num_noised, 16, dtype=torch.float32, requires_grad=True)
         y = x
         for layer in layers:
