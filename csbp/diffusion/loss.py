@@ -129,7 +129,7 @@ def _statistics(logits_nV: Tensor, labels_Tn: Tensor) -> Tensor:
     term's label, 0 where that lies outside these tokens."""
     wide_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
     top_n, best_n = wide_nV.max(-1)
-    normaliser_n = (wide_nV - top_n[:, None]).exp().sum(-1).log() + top_n
+    normaliser_n = (wide_nV - top_n[:, None]).exp_().sum(-1).log() + top_n
     inside_Tn = (labels_Tn >= 0) & (labels_Tn < wide_nV.shape[1])
     picked_Tn = wide_nV.gather(1, torch.where(inside_Tn, labels_Tn, 0).t()).t()
     return torch.cat([torch.stack([normaliser_n, best_n.to(top_n.dtype), top_n]),
@@ -147,10 +147,10 @@ def _joined(parts_RPn: Tensor) -> Tensor:
 def _gradient(logits_nV: Tensor, normaliser_n: Tensor, labels_Tn: Tensor, weights_Tn: Tensor) -> Tensor:
     """d(weighted sum of nats) / d(logits): each row's softmax times its weights, less each weight at its label."""
     wide_nV = logits_nV.to(normaliser_n.dtype)
-    slope_nV = (wide_nV - normaliser_n[:, None]).exp() * weights_Tn.sum(0)[:, None]
+    slope_nV = (wide_nV - normaliser_n[:, None]).exp_().mul_(weights_Tn.sum(0)[:, None])
     tokens_V = torch.arange(wide_nV.shape[1], device=wide_nV.device)
     for labels_n, weights_n in zip(labels_Tn, weights_Tn, strict=True):
-        slope_nV = slope_nV - torch.where(tokens_V == labels_n[:, None], weights_n[:, None], 0.0)
+        slope_nV -= torch.where(tokens_V == labels_n[:, None], weights_n[:, None], 0.0)
     return slope_nV.to(logits_nV.dtype)
 
 
