@@ -18,6 +18,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_compilations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Graphs compiled by another version of csbp, kept in the machine's cache, must not be taken for this one's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
+        yield
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[..., list[Any]]]:
     """``ranks(n, function, *args, timeout=60)``: run a module-level function on n gloo ranks (see pool.py).

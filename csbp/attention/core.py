@@ -106,7 +106,8 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         parts: (out [S, N, D], lse [S, N]) of each set; a row that saw nothing has out 0 and lse -inf.
 
     Returns:
-        (out, lse) over all of them, computed in the dtype of lse, out in the dtype of the first.
+        (out, lse) over all of them, computed in the dtype of lse, out in the dtype of the first; lse is stored head
+        after head.
     """
     if len(parts) == 1:
         return parts[0]
@@ -120,13 +121,13 @@ def _joined() -> Callable[..., tuple[Tensor, Tensor]]:
     return torch.compile(_join, dynamic=True)
 
 
-def _join(outs: list[Tensor], heads_last: list[Tensor]) -> tuple[Tensor, Tensor]:
-    lses = torch.stack([lse.t() for lse in heads_last]).transpose(1, 2)
-    lse = torch.logsumexp(lses, 0)
+def _join(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    lses_PNS = torch.stack([lse.t() for lse in lses])
+    lse_NS = torch.logsumexp(lses_PNS, 0)
     # A row that saw nothing anywhere has lse -inf; shifting by 0 there keeps its weights 0 instead of NaN.
-    weights = (lses - torch.where(lse == float("-inf"), 0.0, lse)).exp()[..., None]
-    out = sum(out.to(lse.dtype) * weight for out, weight in zip(outs, weights, strict=True))
-    return out.to(outs[0].dtype), lse  # type: ignore[union-attr]
+    weights_PNS = (lses_PNS - torch.where(lse_NS == float("-inf"), 0.0, lse_NS)).exp()
+    out = sum(out.to(lse_NS.dtype) * weight.t()[..., None] for out, weight in zip(outs, weights_PNS, strict=True))
+    return out.to(outs[0].dtype), lse_NS.t()  # type: ignore[union-attr]
 
 
 class _IntervalAttention(torch.autograd.Function):

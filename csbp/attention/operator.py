@@ -109,7 +109,7 @@ def _bind(kind: KindPlan, travels: bool, device: torch.device | str, backend: st
 def _attend(query: Tensor, key: Tensor, value: Tensor, handle: int, scale: float) -> tuple[Tensor, Tensor]:
     call = _CALLS[handle]
     out, lse = drive(forward_phases(query, key, value, call.kind, scale), call.transport)
-    return out, lse
+    return out.contiguous(), lse.t().contiguous().t()  # as promised below, whatever the backend
 
 
 @_attend.register_fake
@@ -125,7 +125,7 @@ def _attend_backward(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, ou
     call = _CALLS[handle]
     phases = backward_phases(dout, query, key, value, out, lse, call.kind, scale)
     dq, dk, dv = drive(phases, call.transport)
-    return dq, dk, dv
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 @_attend_backward.register_fake
