@@ -7,7 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from csbp.diffusion.loss import Head, Losses, _statistics, denominators, linear_cross_entropy
+from csbp.diffusion.loss import (
+    Head,
+    Losses,
+    _compiled,
+    _gradient,
+    _statistics,
+    denominators,
+    linear_cross_entropy,
+)
 from csbp.models.protocol import LocalTerm
 from csbp.plan.estimate import logit_rows
 
@@ -190,3 +198,17 @@ def test_rows_at_once(vocabulary, itemsize, asked, rows):
 
 def test_nothing_over_nothing_is_nothing():
     assert denominators(torch.tensor([0.0, 7.0])).tolist() == [1.0, 7.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_compiled_as_on_a_gpu(dtype):
+    """The two passes over a chunk's logits give the same when they are compiled, for any number of rows."""
+    weights = torch.tensor([0.5, 2.0], dtype=torch.promote_types(dtype, torch.float32))[:, None]
+    for count in (8, 8, 5, 1):
+        logits = drawn(count, TOKENS, count, dtype).detach()
+        labels = torch.arange(2 * count).reshape(2, count) % (TOKENS + 2) - 1  # some outside
+        found = [f(_statistics)(logits, labels) for f in (_compiled, lambda function: function)]
+        torch.testing.assert_close(*found)
+        args = (logits, found[0][0], labels, weights.expand(2, count))
+        torch.testing.assert_close(_compiled(_gradient)(*args), _gradient(*args))
