@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from csbp.attention import interface
 from csbp.attention.operator import BoundPlan
+from csbp.checkpoint.huggingface import whole_tensor
 from csbp.comm.transport import LocalTransport
 from csbp.config.schema import NoiseConfig, ObjectiveConfig, ParallelConfig
 from csbp.data.batch import PackedBatch
@@ -67,6 +68,7 @@ class Share:
         asked: rows with a loss, over all micro-batches.
         sent_rows, sent_bytes: by label, of the step alone.
         planned_rows: the same according to the plans.
+        grad_norm: as logged.
     """
 
     loss: float
@@ -79,6 +81,7 @@ class Share:
     sent_rows: dict[str, int]
     sent_bytes: dict[str, int]
     planned_rows: dict[str, int]
+    grad_norm: float
 
 
 def only_document(layout: StreamLayout, document: int) -> StreamLayout:
@@ -139,12 +142,12 @@ def step_on_ranks(packs: Sequence[PackedBatch], how: Noising, csbp: int | None =
     with exact_norms():
         result = runner.run(works, train=True)
         sent_rows, sent_bytes = dict(runtime.transport.sent_rows), dict(runtime.transport.sent_bytes)
-        grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        grads = {name: whole_tensor(p.grad) for name, p in model.named_parameters()}
         logits = [every_row(adapter, model, work) for work in works]
     return Share(result.loss, result.terms, result.supervised, grads if runtime.main else {},
                  [held_rows(work) for work in works], logits,
                  sum(len(work.batch.loss_rows) for work in works), sent_rows, sent_bytes,
-                 planned_rows(works, layers))
+                 planned_rows(works, layers), result.grad_norm)
 
 
 def every_row(adapter: Any, model: nn.Module, work: Work) -> Tensor:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from csbp.checkpoint import folder as folders
 from csbp.checkpoint import ranks
@@ -115,11 +115,22 @@ def full_weights(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str
     weights: dict[str, Tensor] = {}
     for first, *others in names.values():
         value = tensors[first]
-        whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+        whole = whole_tensor(value.detach())
         if ranks.rank() == 0:
             whole = whole.to(device="cpu", dtype=dtype if whole.is_floating_point() else None)
             weights |= {plain_name(name): whole for name in (first, *others)}
     return weights
+
+
+def whole_tensor(value: Tensor) -> Tensor:
+    """A sharded tensor whole, on every rank. A collective.
+
+    Gathered axis by axis, the last cut first, as DTensor does too, which warns of several gathers in a row.
+    """
+    while isinstance(value, DTensor) and (cut := [a for a, p in enumerate(value.placements) if not p.is_replicate()]):
+        value = value.redistribute(placements=[
+            Replicate() if axis == cut[0] else p for axis, p in enumerate(value.placements)])
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def read_config(folder: Path) -> dict[str, Any]:

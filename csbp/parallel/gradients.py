@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
 
 def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """2-norm of all gradients over all ranks; NaN or infinite if any rank's gradient is. A scalar on the device: the
-    host does not wait for it. Collective."""
-    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """2-norm of all gradients over all ranks, float64; NaN or infinite if any rank's gradient is. A scalar on the
+    device: the host does not wait for it. Collective.
+
+    One sum over all ranks, the same on every one of them. Left to DTensor, a mesh of two axes or three has it summed
+    axis by axis, in float32, with a warning that the ranks may not agree.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.tensor(0.0, dtype=torch.float64)
+    norms = torch.stack(torch._foreach_norm([g.to_local() if isinstance(g, DTensor) else g for g in gradients]))
+    squares = norms.double().square()
+    # What several ranks have a copy of counts once: each gives its share.
+    copies = [_copies(g) for g in gradients]
+    total = sum((squares[[i for i, n in enumerate(copies) if n == count]].sum() / count for count in set(copies)),
+                squares.new_zeros(()))
+    if any(isinstance(g, DTensor) for g in gradients):
+        dist.all_reduce(total)
+    return total.sqrt()
+
+
+def _copies(gradient: Tensor) -> int:
+    """On how many ranks each part of a gradient is, by its mesh, which has all ranks of the run."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    mesh = gradient.device_mesh
+    return math.prod(mesh.size(axis) for axis, placed in enumerate(gradient.placements) if placed.is_replicate())
 
 
 def clip(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:

@@ -12,13 +12,16 @@ import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
+# torch 2.11 knows the older name alone; later ones warn of it.
+_GATHER = funcol.all_gather_single if hasattr(funcol, "all_gather_single") else funcol.all_gather_tensor
+
 
 def _sum(x: Tensor, group: Any) -> Tensor:
     return funcol.wait_tensor(funcol.all_reduce(x.contiguous(), "sum", group))
 
 
 def _gather(x: Tensor, group: Any) -> Tensor:
-    return funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous()[None], 0, group))
+    return funcol.wait_tensor(_GATHER(x.contiguous()[None], 0, group))
 
 
 def stacked(x: Tensor, group: Any) -> Tensor:

@@ -5,6 +5,9 @@ Ranks are numbered tp fastest: every second one has the same rows as the one bef
 
 from __future__ import annotations
 
+import io
+import logging
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,9 @@ import pytest
 import torch
 from exact import EXACT, assert_exact, assert_same_grads, csbp_model, expected, noising, step_on_ranks
 from packs import make_pack
+from torch.distributed.tensor import _redistribute
 
+from csbp.checkpoint.huggingface import full_weights
 from csbp.checkpoint.shards import load_model
 from csbp.checkpoint.store import CheckpointStore
 from csbp.config.schema import ParallelConfig
@@ -42,6 +47,8 @@ def test_loss_and_gradients_of_two_packs(ranks, mesh):
     shares = ranks(world, step_on_ranks, PACKS, how, csbp, None, {"tp": 2, **settings})
     assert all(abs(share.loss - answer.loss) <= 1e-10 and share.supervised == 40 for share in shares)
     assert_same_grads(shares[0].grads, answer.grads)
+    norm = float(sum(g.square().sum() for g in answer.grads.values()).sqrt())
+    assert all(abs(share.grad_norm - norm) <= 1e-10 and share.grad_norm == shares[0].grad_norm for share in shares)
     for share, twin in zip(shares[::2], shares[1::2], strict=True):
         assert [list(rows) for rows in share.rows] == [list(rows) for rows in twin.rows]
 
@@ -68,6 +75,38 @@ def test_logits_of_all_rows_and_no_loss_at_all(ranks):
     nothing = [make_pack([5, 3], targets=[[], []])]
     assert_same_grads(ranks(4, step_on_ranks, nothing, how, 2, None, {"tp": 2})[0].grads,
                       expected(nothing, how).grads, **EXACT)
+
+
+def step_and_export() -> list[str]:
+    """What torch says of a step and of the gathering of whole weights, by its warnings and by its loggers."""
+    lines = io.StringIO()
+    getattr(_redistribute, "_warned_flatten_issues", set()).clear()  # it says everything once
+    handler, loggers = logging.StreamHandler(lines), [logging.getLogger(name) for name in (
+        "torch", "torch.distributed", _redistribute.__name__)]  # torch stops some on their way up
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step_on_ranks(PACKS[:1], noising(4), 2, None, {"tp": 2}, EVEN)
+            model, adapter = csbp_model(**EVEN), get_adapter("qwen3")
+            whole = {name: value.clone() for name, value in model.state_dict().items()}
+            config = ParallelConfig(nproc=4, csbp=2, tp=2, device="cpu")
+            runtime = start_runtime(config, lambda: Path("unused"))
+            parallelize(model, adapter.units(model), config, runtime, torch.float64, adapter.tp_plan(model))
+            found = full_weights(model)
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+    assert all(torch.equal(value, whole[name]) for name, value in found.items()) and (found or not runtime.main)
+    return [str(w.message) for w in caught] + lines.getvalue().splitlines()
+
+
+EVEN = {"intermediate_size": 48, "vocab_size": 48, "hidden_size": 32}
+
+
+def test_torch_has_nothing_to_warn_of(ranks):
+    assert ranks(4, step_and_export) == [[]] * 4
 
 
 def test_each_rank_sends_its_own_heads(ranks):
