@@ -10,6 +10,7 @@ class UserError(Exception):
     """Something outside csbp is wrong (a file, a folder, a checkpoint). Shown without a traceback; exit code 1."""
 
     exit_code = 1
+    shared = False  # every rank has met it: one of each host says it
 
 
 class ConfigError(UserError, ValueError):
@@ -17,7 +18,7 @@ class ConfigError(UserError, ValueError):
 
     Args:
         field: full dotted name, e.g. ``"parallel.csbp"``.
-        value: what the user gave.
+        value: what the user gave; ``...`` (Ellipsis) where there is none.
         fix: what to write instead, as a sentence or an override.
     """
 
@@ -25,11 +26,21 @@ class ConfigError(UserError, ValueError):
 
     def __init__(self, field: str, value: object, fix: str) -> None:
         self.field, self.value, self.fix = field, value, fix
-        super().__init__(f"{field}={value!r}: {fix}")
+        super().__init__(f"{field}: {fix}" if value is ... else f"{field}={value!r}: {fix}")
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
         """As its three arguments: an error of one rank is shown to all."""
         return type(self), (self.field, self.value, self.fix)
+
+
+@contextmanager
+def met_by_all() -> Iterator[None]:
+    """Around what every rank of a run does alike, so that its errors need not be told by each of them."""
+    try:
+        yield
+    except UserError as error:
+        error.shared = True
+        raise
 
 
 def refused_by_system(error: BaseException) -> bool:

@@ -15,7 +15,8 @@ from csbp.config.compose import compose_run
 from csbp.config.schema import RunConfig
 from csbp.config.typed import save_config
 from csbp.config.validate import validate_run
-from csbp.errors import ConfigError
+from csbp.errors import ConfigError, met_by_all
+from csbp.output import called_as
 from csbp.rundir import CONFIG, claim_run_dir, has_checkpoint, record_start
 from csbp.supervise import Outcome, RankCommand, supervise
 
@@ -36,16 +37,18 @@ def train(words: Sequence[str]) -> int:
     Raises:
         ConfigError: the configuration cannot run, or does not fit the ranks that were started.
     """
-    config = compose_run(words)
-    validate_run(config)
+    with met_by_all():
+        config = compose_run(words)
+        validate_run(config)
     world = started_ranks()
     if world is None:
         refuse_lone_process(config)
         return _start_ranks(config, words)
     if world != config.parallel.nproc:
-        raise ConfigError("parallel.nproc", config.parallel.nproc,
-                          f"{world} rank(s) were started (WORLD_SIZE={world}); set parallel.nproc={world}, or unset "
-                          "RANK and WORLD_SIZE to let csbp start its own")
+        with met_by_all():
+            raise ConfigError("parallel.nproc", config.parallel.nproc,
+                              f"{world} rank(s) were started (WORLD_SIZE={world}); set parallel.nproc={world}, or "
+                              "unset RANK and WORLD_SIZE to let csbp start its own")
     from csbp.worker import run_started_rank
 
     return run_started_rank(config)
@@ -165,5 +168,5 @@ def _report(outcome: Outcome, run_dir: Path, words: Sequence[str]) -> None:
     print(f"csbp: {'stopped as asked' if outcome.as_asked else outcome.message}", file=sys.stderr)
     if outcome.exit_code == 1 and has_checkpoint(run_dir):
         kept = [word for word in words if word.partition("=")[0] not in ("run_dir", "resume")]
-        print(f"csbp: go on with: {shlex.join(['csbp', 'train', *kept, f'run_dir={run_dir}', 'resume=auto'])}",
+        print(f"csbp: go on with: {shlex.join([called_as(), 'train', *kept, f'run_dir={run_dir}', 'resume=auto'])}",
               file=sys.stderr)

@@ -1,11 +1,29 @@
-"""Standard output and error that may go away (``| head -1``, a closed terminal, a full disk) while a run goes on."""
+"""Standard output and error that may go away (``| head -1``, a closed terminal, a full disk) while a run goes on; and
+how the command is called in what they show."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import os
+import shutil
 import sys
-from typing import Any, TextIO, cast
+from collections.abc import Callable
+from typing import Any, ParamSpec, TextIO, cast
+
+from csbp.errors import UserError
+
+P = ParamSpec("P")
+
+
+def called_as() -> str:
+    """What a user types for csbp: the path that this process was called by, unless the shell finds that by name."""
+    path = sys.argv[0]
+    if os.path.basename(path) != "csbp" or not os.path.isfile(path):
+        return "csbp"
+    found = shutil.which("csbp")
+    return "csbp" if found and os.path.abspath(found) == os.path.abspath(path) else path
 
 
 class Lasting:
@@ -34,8 +52,7 @@ class Lasting:
         return getattr(self._stream, name)
 
     def _give_up(self) -> None:
-        with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nothing:
-            os.dup2(nothing.fileno(), self._stream.fileno())
+        _to_nothing(self._stream)
 
 
 def outlast_output() -> None:
@@ -60,3 +77,37 @@ def outlast_output() -> None:
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
         setattr(sys, name, cast(TextIO, Lasting(stream)))
+
+
+def until_closed(command: Callable[P, int]) -> Callable[P, int]:
+    """For a command that is there for what it prints: it ends, quietly, once nobody reads on. The opposite of
+    ``outlast_output``.
+
+    Its exit code is then 1, as it is where rich meets the closed end first.
+
+    Raises:
+        UserError: standard output cannot be written for another reason.
+    """
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            code = command(*args, **kwargs)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            return code
+        except BrokenPipeError:
+            _to_nothing(sys.stdout)
+            return 1
+        except OSError as error:
+            if error.filename is not None or error.errno != errno.ENOSPC:
+                raise
+            _to_nothing(sys.stdout)
+            raise UserError(f"standard output: cannot be written: {error.strerror}") from error
+
+    return run
+
+
+def _to_nothing(stream: TextIO) -> None:
+    """What is still to be written to a stream, by whomever, goes nowhere."""
+    with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), stream.fileno())

@@ -49,7 +49,7 @@ def claim_run_dir(config: RunConfig) -> Iterator[RunLock]:
 
     Raises:
         ConfigError: it cannot be made, a run is alive in it, it holds a run and ``resume`` is none, or it holds a
-            different run. Nothing in it has been changed.
+            different run, or one that has done more steps. Nothing in it has been changed.
         UserError: it cannot be written to.
     """
     folder, made = _make(config)
@@ -75,6 +75,10 @@ def _check_free(folder: Path, config: RunConfig) -> None:
                                                   "another folder")
     if (folder / CONFIG).exists():
         _check_same_run(folder, config)
+    done, steps = newest_step(folder), config.train.steps
+    if done > steps:
+        raise ConfigError("train.steps", steps, f"the run in {folder} is already at step {done} of {steps}; nothing to "
+                                                f"train. Ask for more than {done} steps to go on")
 
 
 def record_start(config: RunConfig, folder: Path) -> None:
@@ -102,6 +106,12 @@ def holds_run(folder: Path) -> bool:
 def has_checkpoint(folder: Path) -> bool:
     """Whether a run folder has something to go on from."""
     return any((folder / "checkpoints").glob("step-*"))
+
+
+def newest_step(folder: Path) -> int:
+    """Optimizer steps behind the newest checkpoint of a run folder; 0 if it has none."""
+    names = (path.name.removeprefix("step-") for path in (folder / "checkpoints").glob("step-*"))
+    return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 def _make(config: RunConfig) -> tuple[Path, bool]:

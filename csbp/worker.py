@@ -61,6 +61,7 @@ def run_started_rank(config: RunConfig) -> int:
             lock = held.enter_context(claim_run_dir(config))
             prepare_run(config)
             record_start(config, lock.folder)
+            print(f"run folder: {lock.folder}", flush=True)
             return lock.folder
 
         return run_rank(config, first, lambda: prepare_run(config))

@@ -18,7 +18,7 @@ from csbp.bench.records import Report, check_out, short_length, slow_link
 from csbp.config.bench import BenchAttentionConfig
 from csbp.config.fields import nearest_name
 from csbp.config.schema import ParallelConfig
-from csbp.errors import ConfigError
+from csbp.errors import ConfigError, met_by_all
 from csbp.launch import started_ranks
 from csbp.parallel.runtime import Runtime, start_runtime
 
@@ -42,11 +42,13 @@ def run_attention(words: Sequence[str], *, json_only: bool = False, out: str = "
         ConfigError: a setting that cannot be measured here; before any measurement.
     """
     world = started_ranks() or 1
-    cases = attention_cases(words, world)
-    check_out(out)
+    with met_by_all():
+        cases = attention_cases(words, world)
+        check_out(out)
     parallel = ParallelConfig(nproc=world, device=cases[0].device, threads=cases[0].threads)
     runtime = start_runtime(parallel, Path)
-    backends = [usable_backends(case, runtime.device) for case in cases]
+    with met_by_all():
+        backends = [usable_backends(case, runtime.device) for case in cases]
     report = Report("attention", words, runtime, COLUMNS, json_only, out)
     for case, names in zip(cases, backends, strict=True):
         for length in case.lengths:

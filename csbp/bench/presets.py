@@ -31,7 +31,7 @@ def rows(words: Sequence[str], command: str) -> list[list[str]]:
     """
     for word in words:
         if "=" not in word:
-            raise ConfigError(word, "", "write KEY=VALUE")
+            raise ConfigError(word, ..., "write KEY=VALUE")
     given = {key_of(word): word.partition("=")[2] for word in words}
     preset, only = given.get("preset"), given.get("only", "")
     if not preset:

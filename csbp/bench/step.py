@@ -19,6 +19,7 @@ from csbp.config.bench import BenchStepConfig
 from csbp.config.mesh import check_split
 from csbp.config.schema import ParallelConfig, RunConfig
 from csbp.data.batch import PackedBatch
+from csbp.errors import met_by_all
 from csbp.launch import started_ranks
 from csbp.models.registry import get_adapter
 from csbp.observe.accounting import utilisation
@@ -51,8 +52,9 @@ def run_step(words: Sequence[str], *, json_only: bool = False, out: str = "") ->
         ConfigError: a setting that cannot be measured here; before any measurement.
     """
     world = started_ranks() or 1
-    cases = step_cases(words, world)
-    check_out(out)
+    with met_by_all():
+        cases = step_cases(words, world)
+        check_out(out)
     for case in cases:
         for config in case.runs.values():
             check_step(config)

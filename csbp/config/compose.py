@@ -57,7 +57,7 @@ def compose_run(words: Sequence[str]) -> RunConfig:
     choices, values = split_words(words, RunConfig, groups)
     wanted = choices.pop("experiment", "")
     if not wanted:
-        raise ConfigError("experiment", "", f"say which: experiment=NAME ({', '.join(experiments())}) "
+        raise ConfigError("experiment", ..., f"say which: experiment=NAME ({', '.join(experiments())}) "
                                             "or experiment=FILE.yaml")
     own = Path(wanted).expanduser() if wanted.endswith((".yaml", ".yml")) else None
     if own:

@@ -132,7 +132,10 @@ def nearest_key(cls: type, key: str) -> str:
     The whole key is compared first, so that a wrong section is found as well as a wrong name; then the last
     part alone, for a key given under no or under another section.
     """
-    known = [field.key for field in fields_of(cls) if not field.is_section or "." not in key]
+    # Entries of a list, under the number that was given.
+    number = next((part for part in key.split(".") if _INDEX.match(part)), "0")
+    known = [field.key.replace(".N.", f".{number}.") for field in fields_of(cls)
+             if not field.is_section or "." not in key]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
     if not close:
         name = key.rsplit(".", 1)[-1]
@@ -143,7 +146,7 @@ def nearest_key(cls: type, key: str) -> str:
     if close:
         return f"did you mean {' or '.join(close)}?"
     section = key.split(".", 1)[0]
-    inside = [other for other in known if other.startswith(section + ".") and ".N." not in other]
+    inside = [other for other in known if other.startswith(section + ".") and f".{number}." not in other]
     return f"known here: {', '.join(inside or [field.key for field in fields_of(cls) if '.' not in field.key])}"
 
 

@@ -78,10 +78,10 @@ def validate_generate(config: GenerateConfig) -> None:
     """Refuse a ``csbp generate`` that cannot work. Raises ConfigError."""
     check_bounds(config)
     if not config.model:
-        raise ConfigError("model", "", "give a run folder or an exported model: model=DIR")
+        raise ConfigError("model", ..., "give a run folder or an exported model: model=DIR")
     _check_folder("model", config.model, families())
     if not config.prompt:
-        raise ConfigError("prompt", "", "give a text to go on from: 'prompt=def add(a, b):'")
+        raise ConfigError("prompt", ..., "give a text to go on from: 'prompt=def add(a, b):'")
 
 
 def check_bounds(config: Any) -> None:

@@ -33,10 +33,11 @@ def split_words(words: Sequence[str], cls: type, groups: Collection[str]) -> tup
         key, equals, value = word.partition("=")
         key = key.strip().lstrip("+")  # Hydra's sign for a new key; here only mappings take new ones
         if key.startswith("~"):
-            raise ConfigError(key, value, "settings cannot be removed; give the value that is wanted")
+            raise ConfigError(key, value if equals else ..., "settings cannot be removed; give the value that is "
+                                                             "wanted")
         if not equals:
             meant = meant_by(word, "experiment" in groups)
-            raise ConfigError(key, "", f"did you mean {meant}?" if meant else
+            raise ConfigError(key, ..., f"did you mean {meant}?" if meant else
                               f"write {key}=VALUE" if _KEY.fullmatch(key) else "write KEY=VALUE")
         if not _KEY.fullmatch(key):
             raise ConfigError(key, value, f"not a key; {nearest_key(cls, key.lstrip('-'))}")

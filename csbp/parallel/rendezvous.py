@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from csbp.errors import ConfigError, UserError
+from csbp.errors import ConfigError, UserError, met_by_all
 
 # The path of a file that the ranks of one host share, where csbp has started them.
 RENDEZVOUS_FILE = "CSBP_RENDEZVOUS_FILE"
@@ -68,10 +68,13 @@ def prepare_in_turn(store: dist.Store, rank: int, world: int, work: Callable[[],
     except _Told as told:
         with contextlib.suppress(dist.DistNetworkError):
             store.set(f"told-{rank}", "")
-        raise told.error from None
+        with met_by_all():
+            raise told.error from None
     except Exception as error:
         with contextlib.suppress(dist.DistNetworkError):
             store.set(_FAILED, _written(error, rank))
+            if isinstance(error, UserError):
+                error.shared = True
             if rank == 0 and _keeps_store():
                 _linger(store, world)
         raise

@@ -22,7 +22,7 @@ from csbp.comm.transport import LocalTransport, ProcessGroupTransport, Transport
 from csbp.comm.upload import upload
 from csbp.config.mesh import axis_sizes, check_mesh
 from csbp.config.schema import ParallelConfig
-from csbp.errors import ConfigError
+from csbp.errors import ConfigError, met_by_all
 from csbp.parallel.rendezvous import open_store, prepare_in_turn
 
 
@@ -113,7 +113,8 @@ class Runtime:
                 error = caught
         value, error = self.broadcast((value, error))
         if error is not None:
-            raise error
+            with met_by_all():
+                raise error
         return value
 
     def barrier(self) -> None:

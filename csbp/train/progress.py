@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from csbp.data.stream import Cursor
-from csbp.errors import ConfigError, UserError
+from csbp.errors import ConfigError, UserError, met_by_all
 from csbp.train.evaluate import Evaluation
 from csbp.train.session import Session
 
@@ -62,8 +62,9 @@ def resume(session: Session) -> Progress | None:
     """Go on from the newest valid checkpoint: weights and optimizer in place; None if there is none. Collective."""
     path = session.store.newest_valid()
     if path is None and session.store.any():
-        raise UserError(f"{session.store.root} holds checkpoints, but all are damaged (see the warnings, and folders "
-                        "named *.damaged); nothing was changed. Restore one, or start in another run_dir")
+        with met_by_all():
+            raise UserError(f"{session.store.root} holds checkpoints, but all are damaged (see the warnings, and "
+                            "folders named *.damaged); nothing was changed. Restore one, or start in another run_dir")
     if path is None:
         return None
     state = session.store.load(path, session.model, session.optimizer)

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from csbp.checkpoint.huggingface import FAMILY_KEY, read_config
+from csbp.checkpoint.huggingface import read_config
 from csbp.checkpoint.reading import model_files, resolve_model_folder
+from csbp.checkpoint.target import FAMILY_KEY
 from csbp.checkpoint.weights import expect_weights
 from csbp.config.mesh import check_split
 from csbp.config.schema import RunConfig
@@ -65,9 +66,10 @@ def check_model(config: RunConfig) -> ReadyModel:
     rows: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment, operator]
     mask, last = mask_token(config, tokenizer, rows), next_free_id(tokenizer) - 1
     if last >= rows:
-        raise ConfigError("data.tokenizer", config.data.tokenizer or config.model.path,
-                          f"its last id is {last}, but the model has only {rows} embedding rows; use the model's own "
-                          "tokenizer")
+        named = config.data.tokenizer
+        raise ConfigError("data.tokenizer" if named else "model.path", named or config.model.path,
+                          f"its tokenizer's last id is {last}, but the model has only {rows} embedding rows; set "
+                          "data.tokenizer to the model's own")
     kept = {"EOS": tokenizer.eos_token_id, "BOS": tokenizer.bos_token_id, "PAD": tokenizer.pad_token_id}
     for name, index in kept.items():
         if config.objective.kind != "autoregressive" and mask == index:

@@ -105,7 +105,9 @@ def make_ready(config: RunConfig, runtime: Runtime, adapter: ModelAdapter,
 def run_tokenizer(config: RunConfig) -> PreTrainedTokenizerFast:
     """The tokenizer of data.tokenizer, or the model's own."""
     family, named = config.model.family, config.data.tokenizer
-    return load_tokenizer(named or str(model_files(resolve_model_folder(config.model.path, family))), family)
+    if named:
+        return load_tokenizer(named, family)
+    return load_tokenizer(str(model_files(resolve_model_folder(config.model.path, family))), family, "model.path")
 
 
 def build_model(config: RunConfig, adapter: ModelAdapter) -> nn.Module:

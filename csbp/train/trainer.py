@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from csbp.data.batch import PackedBatch
-from csbp.errors import UserError
+from csbp.errors import UserError, met_by_all
 from csbp.train.evaluate import Evaluation, HeldOutBlock, evaluate, fill, pick_block, show
 from csbp.train.optimizer import learning_rate
 from csbp.train.progress import Progress, data_digests
@@ -45,6 +45,8 @@ class Trainer:
             progress.sample_before = self.sample()
         elif self._evaluate_if_due():  # the last sitting was stopped before it came to it
             self._save()
+        if progress.step >= config.train.steps:
+            self.recorder.note(f"already at step {progress.step} of {config.train.steps}; nothing to train")
         owed = False
         while progress.step < config.train.steps:
             if self._step().stop:
@@ -88,9 +90,10 @@ class Trainer:
         progress.skipped = 0 if result.updated else progress.skipped + 1
         self.recorder.step(progress.step, result, rate, session.train_stream.epoch_progress(cursor))
         if progress.skipped >= config.train.nonfinite_limit:
-            raise UserError(f"step {progress.step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite "
-                            f"{progress.skipped} times in a row. No weights were changed by these steps; resume "
-                            "from the last checkpoint with a lower optim.lr")
+            with met_by_all():
+                raise UserError(f"step {progress.step}: loss {result.loss}, gradient norm {result.grad_norm}: not "
+                                f"finite {progress.skipped} times in a row. No weights were changed by these steps; "
+                                "resume from the last checkpoint with a lower optim.lr")
         return result
 
     def evaluate(self) -> Evaluation:

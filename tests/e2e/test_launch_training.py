@@ -96,7 +96,7 @@ def test_a_stopped_run_says_how_to_go_on_and_does(words: list[str], tmp_path: Pa
     assert ("stopped as asked" if to == "launcher" else "a signal had asked a rank to stop") in errors
     stopped = len(losses(tmp_path))
     hint = shlex.split(errors.rsplit("go on with: ", 1)[1])
-    assert hint[:2] == ["csbp", "train"] and "resume=auto" in hint
+    assert hint[:2] == [str(BIN / "csbp"), "train"] and "resume=auto" in hint  # as it was called: not on the PATH
 
     again = start([*hint[2:], f"train.steps={stopped + 2}"])
     output, errors = again.communicate()
@@ -120,8 +120,9 @@ def test_torchrun_gives_the_same_run(words: list[str], tmp_path: Path) -> None:
     errors = own.communicate()[1]
     assert own.returncode == 0, errors
     theirs = start([*steps, f"run_dir={tmp_path / 'theirs'}"], str(BIN / "torchrun"), "--nproc-per-node", "2")
-    errors = theirs.communicate()[1]
+    output, errors = theirs.communicate()
     assert theirs.returncode == 0, errors
+    assert output.count(f"run folder: {tmp_path / 'theirs'}\n") == 1
     assert losses(tmp_path / "own") == losses(tmp_path / "theirs")
     assert (tmp_path / "theirs" / "config.yaml").exists() and not (tmp_path / "theirs" / "logs").exists()
 
@@ -130,7 +131,7 @@ def test_torchrun_refuses_a_folder_that_holds_a_run_on_every_rank(words: list[st
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     theirs = start([*words, f"run_dir={tmp_path}"], str(BIN / "torchrun"), "--nproc-per-node", "2")
     _, errors = theirs.communicate()
-    assert theirs.returncode != 0 and "holds a run already" in errors
+    assert theirs.returncode != 0 and errors.count("holds a run already") == 1  # told once, by rank 0
     assert (tmp_path / "metrics.jsonl").read_text() == "{}\n" and not (tmp_path / "config.yaml").exists()
 
 
@@ -161,7 +162,7 @@ def test_what_is_wrong_is_said_before_the_ranks_start(words: list[str], tmp_path
     refused = start([*words, word, f"run_dir={tmp_path / 'run'}"], *launcher)
     output, errors = refused.communicate()
     assert refused.returncode == (1 if launcher else 2), errors
-    assert said in errors and "gloo" not in errors and not (tmp_path / "run").exists()
+    assert errors.count(said) == 1 and "gloo" not in errors and not (tmp_path / "run").exists()
     if not launcher:
         assert output == "" and len(errors.splitlines()) == 1
 

@@ -128,11 +128,12 @@ def test_a_wrong_kernel_is_never_timed(capsys: pytest.CaptureFixture[str], monke
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["attentoin"], "did you mean attention?"), ([], "it measures: attention, step"),
+    (["attentoin"], "did you mean attention?"), ([], "bench: say what to measure: attention, step"),
     (["attention", "lengths=[]"], "lengths=[]"), (["attention", "lengths=[0]"], "lengths=[0]"),
     (["attention", "kv_heads=3"], "kv_heads=3: must divide heads=32"),
     (["attention", "lenghts=[3]"], "did you mean lengths?"),
-    (["attention", "window=8"], "window=8: smaller than a block"), (["attention", "here"], "here='': write KEY=VALUE"),
+    (["attention", "window=8"], "window=8: smaller than a block"),
+    (["attention", "here"], "csbp: here: write KEY=VALUE"),
     (["attention", "documents=packed", "lengths=[64]"], "longest=45056: longer than a pack"),
     (["attention", "documents=/no/file"], "documents='/no/file': cannot be read"),
     (["attention", "backends=[fast]"], "backends='fast': did you mean flash?"),
@@ -142,7 +143,7 @@ def test_a_wrong_kernel_is_never_timed(capsys: pytest.CaptureFixture[str], monke
     (["attention", "preset=h100"], "preset='h100': did you mean h200?"),
     (["attention", "preset=h200", "only=nothing like it"], "only='nothing like it': no row"),
     (["attention", "--out", "rows.txt"], "--out='rows.txt'"), (["attention", "--out", "/no/rows.json"], "--out="),
-    (["step"], "experiment='': say which"),
+    (["step"], "csbp: experiment: say which"),
     (["step", *STEP, "variants=['train.stepss=2']"], "did you mean train.steps?"),
     (["step", *STEP, "variants=[fast]"], "variants='fast': fast is no setting"),
     (["step", *STEP, "variants=[default, default]"], "'default' is there twice"),

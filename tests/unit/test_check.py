@@ -108,7 +108,7 @@ def test_what_would_stop_the_run(config: RunConfig, section: str, values: dict[s
 def test_a_tokenizer_larger_than_the_model(config: RunConfig) -> None:
     plain = change(config, "objective", kind="autoregressive", clean_stream="token_causal")
     assert "mask id" not in shown(plain)
-    with pytest.raises(ConfigError, match=r"data.tokenizer.*its last id is 353, but the model has only 300"):
+    with pytest.raises(ConfigError, match=r"data.tokenizer.*last id is 353, but the model has only 300"):
         shown(change(plain, "model", shape={**SHAPE, "vocab_size": 300}))
 
 
@@ -128,7 +128,7 @@ def test_a_model_folder_without_a_tokenizer(config: RunConfig, tmp_path: Path) -
     model = build_on_meta(config, get_adapter(config.model.family))
     model.config.save_pretrained(tmp_path / "model")  # type: ignore[operator, union-attr]
     bare = change(change(config, "data", tokenizer=""), "model", path=str(tmp_path / "model"), shape={})
-    with pytest.raises(ConfigError, match=r"data.tokenizer=.*/model': holds no tokenizer; set data.tokenizer to"):
+    with pytest.raises(ConfigError, match=r"model.path=.*/model': holds no tokenizer; set data.tokenizer to"):
         shown(bare)
 
 

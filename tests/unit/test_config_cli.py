@@ -11,6 +11,7 @@ import pytest
 from csbp import __version__
 from csbp.cli import guarded, main
 from csbp.errors import ConfigError, UserError
+from csbp.output import called_as
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, str]:
@@ -45,19 +46,65 @@ def test_help_shows_experiments_and_an_example(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["train"], "experiment='': say which"),
+    (["train"], "csbp: experiment: say which"),
+    (["train", "experiment=quickstart", "--train.steps=5"], "csbp: --train.steps=5: write train.steps=5;"),
+    (["plan", "--train.steps", "5"], "csbp: --train.steps: write train.steps=VALUE;"),
+    (["check", "--jsn"], "csbp: --jsn: no such option; see csbp check --help"), (["--foo"], "see csbp --help"),
+    (["train", "experiment=quickstart", "data.sources.0.pth=x"],
+     "csbp: data.sources.0.pth='x': no such setting; did you mean data.sources.0.path?\n"),
+    (["train", "experiment=quickstart", "data.validation.12.pth=x"], "did you mean data.validation.12.path?"),
+    (["train", "experiment=quickstart", "plan.logit_rows=4"], "did you mean train.logit_rows?"),
+    (["bench"], "csbp: bench: say what to measure: attention, step"),
+    (["bench", "stp"], "csbp: bench stp: did you mean step?"),
     (["train", "experiment=quickstart", "trian.steps=3"],
      "csbp: trian.steps='3': no such setting; did you mean train.steps?\n"),
     (["export"], "run_dir=DIR"), (["export", "rundir=x"], "did you mean run_dir?"),
     (["export", "/"], "did you mean run_dir=/?"),
     (["export", "run_dir"], "write run_dir"), (["export", "run_dir=/no/such"], "no such folder"),
     (["generate"], "model=DIR"), (["frobnicate"], "frobnicate: no such command; commands: train, check"),
-    (["trian", "experiment=quickstart"], "did you mean train?"), (["train", "quickstart"], "experiment=quickstart?"),
+    (["trian", "experiment=quickstart"], "did you mean train?"),
+    (["train", "quickstart"], "csbp: quickstart: did you mean experiment=quickstart?\n"),
+    (["generate", "run"], "csbp: run: write run=VALUE"), (["export", "run"], "csbp: run: write run_dir=DIR"),
     (["generate", "model=/", "prompt=\udcff"], "prompt='\\udcff': is not UTF-8 text"),
     (["train", "experiment=quickstart", "run_dir=a\udcff"], "run_dir='a\\udcff': is not UTF-8 text")])
 def test_exit_code_2(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     code, _, err = answer(capsys, *words)
     assert code == 2 and said in err
+
+
+@pytest.mark.parametrize(("env", "told"), [
+    ({}, True), ({"RANK": "0", "LOCAL_RANK": "0"}, True), ({"RANK": "1", "LOCAL_RANK": "1"}, False),
+    ({"RANK": "1"}, False), ({"RANK": "8", "LOCAL_RANK": "0"}, True), ({"LOCAL_RANK": "3"}, True)])
+@pytest.mark.parametrize("words", [["train", "quickstart"], ["train", "experiment=quickstart", "train.steps=0"],
+                                   ["bench", "attention", "heads=x"], ["trian"], ["train", "--x"]])
+def test_ranks_of_one_host_tell_what_all_have_met_once(
+        capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], env: dict[str, str],
+        told: bool) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"WORLD_SIZE": "16", "MASTER_ADDR": "h", "MASTER_PORT": "1", **env}.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = answer(capsys, *words)
+    assert code == 2 and err.startswith("csbp: ") == told
+
+    def alone() -> int:
+        raise UserError("only here")
+
+    assert guarded(alone) == 1 and "only here" in capsys.readouterr().err  # what one rank meets, it tells
+
+
+def test_the_command_is_named_as_it_was_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "csbp").write_text("#!/bin/sh\n")
+        (tmp_path / folder / "csbp").chmod(0o755)
+    called = str(tmp_path / "one" / "csbp")
+    monkeypatch.setattr(sys, "argv", [called, "train"])
+    for path, expected in (("one", "csbp"), ("two", called), ("none", called)):
+        monkeypatch.setenv("PATH", str(tmp_path / path))
+        assert called_as() == expected
+    monkeypatch.setattr(sys, "argv", ["/x/pytest"])
+    assert called_as() == "csbp"
 
 
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:

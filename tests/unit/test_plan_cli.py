@@ -118,7 +118,7 @@ def test_the_report_says_what_fits_and_what_is_faster(capsys: pytest.CaptureFixt
     (["--picture", ".svg"], "--picture='.svg': must end in .svg or .png"),
     (["--picture", "/dev/null/plan.svg"], "/dev/null/plan.svg': cannot be written: File exists: '/dev/null'"),
     (["--picture", "/proc/plan.png"], "--picture='/proc/plan.png': cannot be written: No such file"),
-    (["--jsn"], "unrecognized arguments: --jsn")])
+    (["--jsn"], "--jsn: no such option; see csbp plan --help")])
 def test_refusals(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     code, out, err = answer(capsys, "experiment=nemotron_8b_sft", *words)
     assert code == 2 and said in err and not out

@@ -123,6 +123,18 @@ def test_what_may_change_on_resuming(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(list((tmp_path / "earlier").iterdir())) == 2
 
 
+def test_a_run_that_has_done_more_steps_is_refused_before_its_ranks(tmp_path: Path) -> None:
+    start(tmp_path, config(tmp_path, train__steps=8))
+    for name in ("step-00000006", "step-00000008", "step-00000009.damaged", ".writing-step-00000010"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match=r"train.steps=3: .* already at step 8 of 3; nothing to train.*more than 8"):
+        prepare_run_dir(config(tmp_path, resume="auto", train__steps=3))
+    assert contents(tmp_path) == before
+    for steps in (8, 9):
+        prepare_run_dir(config(tmp_path, resume="auto", train__steps=steps))
+
+
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
