@@ -162,7 +162,8 @@ def _check_memory(config: RunConfig, ready: ReadyModel, stream: PackStream, devi
                            loss_rows=targets, vocabulary=rows,
                            hidden=model.get_input_embeddings().embedding_dim,  # type: ignore[operator]
                            compute=torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32,
-                           tp=config.parallel.tp, plan=adapter.tp_plan(model), logit_rows=config.train.logit_rows)
+                           tp=config.parallel.tp, copies=config.parallel.dp_replicate, plan=adapter.tp_plan(model),
+                           logit_rows=config.train.logit_rows)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     there, host = free_memory(device), free_memory(torch.device("cpu"))
     there = there if device.type == "cuda" else there // here

@@ -54,9 +54,9 @@ class MemoryEstimate:
 
 
 def estimate_memory(model: nn.Module, units: Sequence[nn.Module], *, world: int, rows: int, loss_rows: int,
-                    vocabulary: int, hidden: int, compute: torch.dtype, tp: int = 1,
+                    vocabulary: int, hidden: int, compute: torch.dtype, tp: int = 1, copies: int = 1,
                     plan: Mapping[str, str] | None = None, logit_rows: int | None = None) -> MemoryEstimate:
-    """Of one rank with AdamW, weights sharded over all ranks and no activation checkpointing.
+    """Of one rank with AdamW, each copy of the weights sharded over its ranks and no activation checkpointing.
 
     Args:
         model: on any device, also meta.
@@ -67,6 +67,7 @@ def estimate_memory(model: nn.Module, units: Sequence[nn.Module], *, world: int,
         vocabulary, hidden: V, and the channels that go into the head.
         compute: dtype of the forward.
         tp, plan: ranks that share the heads of the same rows, and how the family splits its matrices over them.
+        copies: ``parallel.dp_replicate``.
         logit_rows: ``train.logit_rows``.
     """
     cut = {id(module): part_of(name, plan or {}, tp) for name, module in model.named_modules()}
@@ -79,7 +80,7 @@ def estimate_memory(model: nn.Module, units: Sequence[nn.Module], *, world: int,
         return sum(seen.values())
 
     parameters, in_units = held(model), [held(unit) for unit in units]
-    shards = world // tp
+    shards = world // tp // copies
     shard = -(-parameters // shards)
     width = sum(layer.in_features // cut[id(layer)][0] + layer.out_features // cut[id(layer)][1]
                 for unit in units for layer in unit.modules() if isinstance(layer, nn.Linear))

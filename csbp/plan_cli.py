@@ -88,7 +88,7 @@ def plan_result(config: RunConfig) -> PlanResult:
         name = "cpu" if parallel.device == "cpu" else "h200"
     settings = Settings(parallel.nproc, parallel.checkpointing, _ITEMSIZE[config.train.dtype],
                         config.train.logit_rows, parallel.offload, 4 if parallel.gradient_wire == "float32" else None,
-                        parallel.tp)
+                        parallel.tp, parallel.dp_replicate)
     kinds = ("csbp", "context", "block", "data") if world > 1 else (parallel.kind,)
     # Beside "data" the others are shown with all ranks on the sequence axis, as far as there are blocks.
     axis = ranks if parallel.kind != "data" else min(world, blocks)

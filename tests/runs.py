@@ -107,7 +107,7 @@ def ask_to_stop() -> None:
 
 def steps_of(run_dir: Path | str) -> list[dict[str, Any]]:
     """metrics.jsonl."""
-    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().split("\n") if line]
 
 
 def losses(run_dir: Path | str) -> list[float]:

@@ -6,6 +6,8 @@ import json
 import sys
 from pathlib import Path
 
+from csbp.observe.metrics import METRICS, read_records
+
 
 def problems(run_dir: Path) -> list[str]:
     """What is not as claimed; empty when all is."""
@@ -16,7 +18,7 @@ def problems(run_dir: Path) -> list[str]:
                                ("a random start", "eval_loss_random_start")) if not after < summary[key]]
     if not summary["masked_accuracy_after"] > summary["masked_accuracy_before"]:
         found.append("masked-token accuracy did not rise")
-    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [record["step"] for record in read_records(run_dir / METRICS)]
     if steps != list(range(1, len(steps) + 1)) or len(steps) != summary["steps"]:
         found.append(f"metrics.jsonl holds steps {steps[:3]}...{steps[-3:]}")
     for name in ("config.yaml", "loss.png", "export/config.json", "export/model.safetensors", "export/tokenizer.json"):

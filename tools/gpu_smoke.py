@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from csbp.observe.metrics import METRICS, read_records
+
 RUNS: dict[str, tuple[str, list[str]]] = {
     "one": ("one", ["parallel.nproc=1"]),
     "csbp": ("one", ["parallel.nproc=2"]),
@@ -48,7 +50,7 @@ def run(words: list[str], folder: Path) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     if done.returncode:
         return {"error": (done.stdout + done.stderr)[-1500:]}
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_records(folder / METRICS)
     seconds = sorted(r["clean_tokens"] / r["tokens_per_second"] for r in rows[10:])
     return {"losses": [r["loss"] for r in rows], "grad_norms": [r["grad_norm"] for r in rows],
             "median_step_seconds": seconds[len(seconds) // 2]}

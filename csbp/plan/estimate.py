@@ -76,13 +76,14 @@ class Settings:
     """How a run computes.
 
     Attributes:
-        world: all ranks of the run; weights are sharded over them.
+        world: all ranks of the run; weights are sharded over those of one copy.
         checkpointing: "none", "full" or "attention", as ``parallel.checkpointing``.
         itemsize: bytes of a number in the compute dtype, which is also what travels.
         logit_rows: rows whose logits exist at once; None: see the function of that name.
         offload: what is kept for the backward lies in CPU memory.
         gradient_itemsize: bytes of a number of dK and dV on the wire; None: as ``itemsize``.
         tp: ranks that share the heads of the same rows.
+        copies: ``parallel.dp_replicate``, whole sets of the sharded weights.
     """
 
     world: int
@@ -92,6 +93,7 @@ class Settings:
     offload: bool = False
     gradient_itemsize: int | None = None
     tp: int = 1
+    copies: int = 1
 
 
 @dataclass(frozen=True)
@@ -188,8 +190,8 @@ def predict_seconds(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray
 
 
 def predict_memory(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray, settings: Settings) -> Memory:
-    """Peak bytes of each rank, with AdamW and every parameter sharded over all ranks (FSDP2, and a tp axis)."""
-    item, shards = settings.itemsize, settings.world // settings.tp
+    """Peak bytes of each rank, with AdamW and every parameter sharded over the ranks of its copy (FSDP2, a tp axis)."""
+    item, shards = settings.itemsize, settings.world // settings.tp // settings.copies
     shape = split_shape(shape, settings.tp)
     shard = -(-shape.parameters // shards)
     ends = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from csbp.config.schema import OptimConfig, ParallelConfig
+from csbp.memory import estimate_memory
 from csbp.models.registry import get_adapter
 from csbp.observe.accounting import exact_bytes
 from csbp.parallel.apply import parallelize
@@ -47,9 +48,11 @@ def local_bytes(tensor: Tensor) -> int:
     return local.numel() * local.element_size() if local.dim() else 0
 
 
-def real_step(checkpointing: str) -> Found:
-    """One optimizer step in float32 on the ranks of the process group."""
-    config = ParallelConfig(nproc=dist.get_world_size(), device="cpu", checkpointing=checkpointing)
+def real_step(checkpointing: str, copies: int = 1) -> Found:
+    """One optimizer step in float32 on the ranks of the process group: of one sequence axis, or one a copy."""
+    world = dist.get_world_size()
+    config = ParallelConfig(nproc=world, csbp=world // copies, dp_replicate=copies, device="cpu",
+                            checkpointing=checkpointing)
     runtime, adapter = start_runtime(config, lambda: Path("unused")), get_adapter("qwen3")
     torch.manual_seed(0)
     model = adapter.build(None, SIZES, torch.float32)
@@ -77,3 +80,19 @@ def test_shards_and_bytes_sent_are_those_of_the_plan(ranks, checkpointing):
         # Matrices are counted, norms are not: here 0.2%, less in a larger model.
         assert predicted <= max(bytes_of) <= 1.003 * predicted, name
         assert sum(bytes_of) <= 1.003 * WORLD * predicted, name
+
+
+def test_a_copy_of_the_weights_is_a_ranks_own(ranks):
+    """Two copies on two ranks: a rank holds all of one, as both estimates say."""
+    pack = whole_pack(LENGTHS, BLOCK, noised=True)
+    case = Case(model_shape(SIZES, "block_causal"), pack, hidden=0.5, next_token=False)
+    found = forecast(case, "csbp", 1, Settings(WORLD, "none", 4, copies=2), DEVICES["cpu"]).memory
+    adapter = get_adapter("qwen3")
+    model = adapter.build(None, SIZES, torch.float32)
+    need = estimate_memory(model, adapter.units(model), world=WORLD, copies=2, rows=1, loss_rows=1, vocabulary=VOCAB,
+                           hidden=192, compute=torch.float32)
+    for rank in ranks(WORLD, real_step, "none", 2):
+        for name in ("weights", "gradients", "optimizer"):
+            held = getattr(rank, name)
+            assert getattr(need, name) == held and getattr(found, name) <= held <= 1.003 * getattr(found, name)
+    assert need.gathered == found.gathered == 0  # nothing to fetch, nothing to convert

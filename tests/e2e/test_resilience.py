@@ -25,7 +25,7 @@ def saved(run: Path) -> list[str]:
 
 
 def rows(run: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+    return [json.loads(line) for line in (run / name).read_text(encoding="utf-8").split("\n") if line]
 
 
 def flip(run: Path, step: int) -> None:

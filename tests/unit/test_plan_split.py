@@ -53,6 +53,14 @@ def test_memory() -> None:
     assert 0.5 < (split.activations / four.activations).max() < 0.8
 
 
+def test_a_copy_of_the_weights_is_sharded_over_its_own_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["parallel.nproc=16", "parallel.csbp=2", "parallel.tp=2"]
+    one, two = planned(capsys, *words), planned(capsys, *words, "parallel.dp_replicate=2")
+    name = "peak_memory_bytes_per_rank"
+    # 16 bytes a parameter (weight, gradient, two moments) over 16 ranks, and over 8.
+    assert two[name] - one[name] == pytest.approx(16 * one["parameters"] / 16, rel=1e-6)
+
+
 @pytest.mark.parametrize(("words", "said"), [
     (["parallel.tp=3"], "parallel.tp=3: must divide the model's"),
     (["parallel.tp=2", "parallel.nproc=9"], "parallel.tp=2: must divide parallel.nproc=9: one of 1, 3, 9"),
