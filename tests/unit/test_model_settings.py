@@ -31,7 +31,17 @@ SIZES = [("hidden_size", -1), ("hidden_size", "wide"), ("hidden_size", True), ("
 OTHERS = [("hidden_act", "sillu"), ("head_dim", 7), ("attention_dropout", 0.1), ("rms_norm_eps", float("nan")),
           ("rms_norm_eps", "small"), ("initializer_range", -1.0), ("max_position_embeddings", 0),
           ("tie_word_embeddings", "yes"), ("pad_token_id", 320), ("rope_parameters", {"rope_type": "nope"}),
-          ("rope_parameters", 3), ("rope_theta", 1e4), ("_attn_implementation", "eager")]
+          ("rope_parameters", 3), ("rope_theta", 1e4), ("_attn_implementation", "eager"), ("rms_norm_eps", True),
+          ("head_dim", 1 << 20), *[("rope_parameters", {"rope_type": "default", "rope_theta": theta, **more})
+          for theta, more in ((0, {}), (-1e4, {}), (float("nan"), {}), (1e4, {"rope_type": "linear", "factor": -1}),
+                              (1e4, {"rope_type": "linear", "factor": 0.0}), (1e4, {"rope_type": "linear"}),
+                              (1e4, {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}),
+                              (1e4, {"rope_type": "yarn", "factor": 4.0, "attention_factor": -1.0}),
+                              (1e4, {"rope_type": "dynamic", "factor": 2.0}))]]
+# Fields of the library that say how a model is called, with values that would change what a rank gets back.
+CALLS = {"return_dict": False, "output_attentions": True, "output_hidden_states": True, "use_cache": True,
+         "is_encoder_decoder": True, "chunk_size_feed_forward": 3, "dtype": "float16", "architectures": ["Other"],
+         "id2label": {}, "model_type": "other"}
 
 
 @pytest.mark.parametrize(("name", "value"), [case for case in SIZES if case[0] != "text_config"] + OTHERS)
@@ -40,6 +50,32 @@ def test_a_bad_field_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         build(None, {**SHAPE, name: value})
     assert caught.value.field == f"model.shape.{name}" and caught.value.fix
+
+
+@pytest.mark.parametrize(("name", "value"), CALLS.items())
+def test_how_a_model_is_called_is_no_shape(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"model.shape.{name}=.*no part of a model's shape; leave it out"):
+        build(None, {**SHAPE, name: value})
+
+
+def test_how_a_model_is_called_is_not_taken_from_its_folder(tmp_path: Path) -> None:
+    good = build(None, SHAPE).config
+    good.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **CALLS, "model_type": "qwen3", "rms_norm_eps": 0}))
+    assert build(tmp_path, {}).config.to_dict() == {**good.to_dict(), "rms_norm_eps": 0.0}
+
+
+@pytest.mark.parametrize("shape", [
+    {"rms_norm_eps": 0}, {"initializer_range": 1}, {"rope_parameters": {"rope_theta": 1_000_000}},
+    {"rope_parameters": {"rope_type": "yarn", "factor": 4, "rope_theta": 1e4}}])
+def test_whole_numbers_do_for_floats(shape: dict[str, Any]) -> None:
+    before = json.dumps(shape)
+    found = build(None, {**SHAPE, **shape}).config
+    for name, value in shape.items():
+        kept = getattr(found, name)
+        assert kept == value if name != "rope_parameters" else value.items() <= kept.items()
+    assert json.dumps(shape) == before
 
 
 @pytest.mark.parametrize(("name", "value"), SIZES)
