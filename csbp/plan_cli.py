@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from csbp.config.places import package_dir
 from csbp.config.schema import DataConfig, RunConfig
 from csbp.config.validate import validate_plan
 from csbp.errors import ConfigError
-from csbp.observe.plan_report import PlanResult, as_json, show
+from csbp.observe.plan_report import as_json, counted, show
+from csbp.observe.plan_result import PlanResult
 from csbp.plan.estimate import DEVICES, Settings
 from csbp.plan.forecast import Case, forecast, whole_pack
 from csbp.plan.limits import check_ranks, check_windows
@@ -52,6 +54,8 @@ def run_plan(words: Sequence[str], *, json_only: bool = False, picture: str = ""
     if picture:
         _draw(config, result, picture)
     print(json.dumps(as_json(result)), flush=True) if json_only else show(result)
+    if picture:
+        print(f"picture: {picture}", file=sys.stderr if json_only else sys.stdout, flush=True)
     return 0
 
 
@@ -161,5 +165,6 @@ def _config_file(path: str, family: str) -> Path | None:
 
 def _title(config: RunConfig, result: PlanResult) -> str:
     geometry = result.case.geometry
-    return (f"{config.experiment}: {geometry.num_clean:,} tokens in {len(geometry.document_starts) - 1} documents, "
-            f"{result.chosen.plan.world} ranks, parallel.kind={result.kind}")
+    return (f"{config.experiment}: {counted(geometry.num_clean, 'token')} in "
+            f"{counted(len(geometry.document_starts) - 1, 'document')}, {counted(result.chosen.plan.world, 'rank')}, "
+            f"parallel.kind={result.kind}")

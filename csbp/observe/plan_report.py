@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,98 +9,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from csbp.observe.accounting import block_over_csbp, exact_bytes, formula_bytes, model_flops, utilisation
-from csbp.plan.counts import attended_pairs, count_plan
-from csbp.plan.estimate import Device, Settings
-from csbp.plan.forecast import Case, Forecast, contiguous, layer_pairs, max_over_mean_pairs
-from csbp.plan.shapes import ModelShape
-from csbp.plan.split import split_bytes, split_shape
+from csbp.observe.accounting import block_over_csbp
+from csbp.observe.plan_result import PlanResult
+from csbp.plan.counts import count_plan
+from csbp.plan.forecast import contiguous, layer_pairs, max_over_mean_pairs
+from csbp.plan.remedies import fullest, remedies
 
 _GIB = 2**30
 _PIPED_WIDTH = 120
-
-
-@dataclass(frozen=True)
-class PlanResult:
-    """A run's forecast, and those of the other ways of training it.
-
-    Attributes:
-        experiment: its name.
-        device_name, device: what a rank computes on.
-        case, settings: what is trained and how.
-        kind: the run's ``parallel.kind``.
-        found: kind -> forecast; holds ``kind``.
-        packs_per_step: of the run.
-    """
-
-    experiment: str
-    device_name: str
-    device: Device
-    case: Case
-    settings: Settings
-    kind: str
-    found: dict[str, Forecast]
-    packs_per_step: int
-
-    @property
-    def shape(self) -> ModelShape:
-        """What a rank has of the model: its heads."""
-        return split_shape(self.case.shape, self.settings.tp)
-
-    @property
-    def told(self) -> np.ndarray:
-        """Bytes that the run's tp axis brings into each rank for one pack, float64 [N]."""
-        chosen, settings = self.chosen, self.settings
-        return split_bytes(self.case.shape, chosen.counts.rows, chosen.loss_rows, tp=settings.tp,
-                           checkpointing=settings.checkpointing, itemsize=settings.itemsize)
-
-    @property
-    def chosen(self) -> Forecast:
-        """The run's own."""
-        return self.found[self.kind]
-
-    def step_seconds(self, forecast: Forecast) -> float:
-        """One optimizer step: replicas take their packs in rounds."""
-        return -(-self.packs_per_step // forecast.replicas) * forecast.seconds.step
-
-    def tokens_per_second(self, forecast: Forecast, packs: int | None = None) -> float:
-        """Clean tokens over a step of ``packs`` packs, by default the run's own number."""
-        packs = packs or self.packs_per_step
-        rounds = -(-packs // forecast.replicas)
-        return packs * self.case.geometry.num_clean / (rounds * forecast.seconds.step)
-
-    def received(self, forecast: Forecast) -> np.ndarray:
-        """Bytes into each rank for one pack, float64 [N]."""
-        parts = exact_bytes(self.shape, forecast.counts, checkpointing=self.settings.checkpointing,
-                            itemsize=self.settings.itemsize,
-                            gradient_itemsize=self.settings.gradient_itemsize)
-        return np.stack([part.received for part in parts.values()]).sum(0)
-
-    def sent(self, forecast: Forecast) -> np.ndarray:
-        """Bytes out of each rank for one pack, float64 [N]."""
-        parts = exact_bytes(self.shape, forecast.counts, checkpointing=self.settings.checkpointing,
-                            itemsize=self.settings.itemsize,
-                            gradient_itemsize=self.settings.gradient_itemsize)
-        return np.stack([part.sent for part in parts.values()]).sum(0)
-
-    def formula(self, kind: str) -> float:
-        """Bytes received by the published formula, mean over ranks."""
-        geometry, world = self.case.geometry, self.chosen.plan.world
-        return formula_bytes(self.shape, geometry.num_clean, geometry.num_noised, world, kind)
-
-    @property
-    def flops(self) -> float:
-        """Model FLOPs of one pack."""
-        case, geometry = self.case, self.case.geometry
-        pairs = {kind.name: attended_pairs(geometry, kind) for kind in case.shape.kinds}
-        loss_rows = round(self.chosen.loss_rows.sum())
-        return model_flops(case.shape, pairs, geometry.num_clean + geometry.num_noised, loss_rows)
-
-    @property
-    def mfu(self) -> float:
-        """Predicted utilisation of the device's peak."""
-        chosen = self.chosen
-        return utilisation(self.flops, chosen.seconds.step, chosen.plan.world * self.settings.tp, self.device.peak)
 
 
 def as_json(result: PlanResult) -> dict[str, Any]:
@@ -157,19 +72,16 @@ def show(result: PlanResult, console: Console | None = None) -> None:
     chosen, shape, geometry = result.chosen, result.case.shape, result.case.geometry
     active = f", {shape.active_parameters / 1e9:.1f}B active" if shape.experts else ""
     out.print(Text(f"{result.experiment} on {result.settings.world} x {result.device_name}", style="bold"))
-    out.print(f"  {shape.parameters / 1e9:.2f}B parameters{active}; a pack of {geometry.num_clean:,} tokens in "
-              f"{len(geometry.document_starts) - 1:,} documents, {geometry.num_blocks:,} target blocks")
+    out.print(f"  {_parameters(shape.parameters)} parameters{active}; a pack of {counted(geometry.num_clean, 'token')} "
+              f"in {counted(len(geometry.document_starts) - 1, 'document')}, "
+              f"{counted(geometry.num_blocks, 'target block')}")
     split = result.settings.tp > 1
     ranks = f"{chosen.replicas} x {chosen.plan.world}" + (f" x {result.settings.tp}" if split else "")
     out.print(f"  parallel.kind={result.kind}: {ranks} ranks, "
               f"checkpointing {result.settings.checkpointing}{', offloaded' * result.settings.offload}\n")
     out.print(_rank_table(result))
-    memory = chosen.memory
-    parts: dict[str, Any] = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer,
-             "gathered layers": memory.gathered, "activations": memory.activations, "received keys": memory.keys,
-             "logits": memory.logits}
     out.print("\n  memory of the fullest rank: " + ", ".join(
-        f"{name} {_gib(float(np.max(value)))}" for name, value in parts.items()))
+        f"{name} {_gib(value)}" for name, value in fullest(chosen.memory).items()))
     out.print(f"  balance: attention max/mean {max_over_mean_pairs(shape, chosen.counts):.3f}, work max/lower bound "
               f"{float(chosen.counts.cost.max()) / max(chosen.counts.bound, 1):.3f}")
     out.print(f"  bytes into a rank: {_gib(float(result.received(chosen).mean()))} mean, "
@@ -210,8 +122,22 @@ def verdict(result: PlanResult) -> list[str]:
         lines.append(f"Fastest of those that fit: parallel.kind={best}, "
                      f"{result.tokens_per_second(result.found[best]):,.0f} tokens/s.")
     else:
-        lines.append("Nothing fits: use more ranks, parallel.checkpointing=full, or a shorter data.seq_len.")
+        lines += _what_helps(result)
     return lines
+
+
+def _what_helps(result: PlanResult) -> list[str]:
+    """What takes most where nothing fits, and the changes that would do most about it."""
+    least = min(result.found.values(), key=lambda found: float(found.memory.total.max()))
+    largest, size = max(fullest(least.memory).items(), key=lambda part: part[1])
+    other = f"parallel.kind={least.kind}" if least.kind != result.kind else ""
+    where = f" with {other}" if other else ""
+    lines = [f"Nothing fits. The largest part of the fullest rank{where} is {largest}, {_gib(size)}. What would help:"]
+    found = remedies(result.case, least, result.settings, result.device, least.plan.exchange)
+    for remedy in found:
+        words = f"{other} {remedy.words}".strip()
+        lines.append(f"  {words}: {_gib(remedy.memory)}, {'fits' if remedy.fits else 'still too much'}")
+    return [*lines, "  a shorter data.seq_len, or a smaller model"]
 
 
 def _rank_table(result: PlanResult) -> Table:
@@ -240,5 +166,17 @@ def _kind_table(result: PlanResult) -> Table:
     return table
 
 
+def counted(number: int, what: str) -> str:
+    """A number of things: ``1 document``, ``1,024 documents``."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def _parameters(count: int) -> str:
+    size, unit = next((size, unit) for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K"), (1, "")) if count >= size)
+    return f"{count / size:.{2 if unit == 'B' else 1 if unit else 0}f}{unit}"
+
+
 def _gib(count: float) -> str:
+    if not count:
+        return "0"
     return f"{count / _GIB:.2f} GiB" if count >= _GIB / 4 else f"{count / 2**20:.1f} MiB"

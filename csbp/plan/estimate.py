@@ -48,7 +48,7 @@ class Device:
     """What one rank computes on, as measured.
 
     Attributes:
-        peak: FLOP/s that utilisation is measured against.
+        peak: FLOP/s that utilisation is measured against; NaN where machines of the kind differ too much.
         attention, linear: FLOP/s reached by attention (forward and backward) and by matrix products.
         memory: usable bytes.
         near_link, far_link: bytes/s that a rank receives inside a node and between nodes.
@@ -67,7 +67,7 @@ class Device:
 DEVICES = {
     # 141 GB, of which the driver, the kernels and fragments of the allocator take some.
     "h200": Device(989e12, 575e12, 650e12, 0.94 * 141e9, 350e9, 42e9, 8),
-    "cpu": Device(50e9, 50e9, 50e9, float("inf"), 5e9, 1e9, 1 << 30),
+    "cpu": Device(float("nan"), 50e9, 50e9, float("inf"), 5e9, 1e9, 1 << 30),
 }
 
 

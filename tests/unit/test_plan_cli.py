@@ -98,7 +98,62 @@ def test_the_report_says_what_fits_and_what_is_faster(capsys: pytest.CaptureFixt
     assert "Plain data parallel is out" in out and "parallel.kind=csbp" in out
     table = [line.split() for line in out.splitlines() if line.strip()[:1].isdigit()]
     assert [int(row[0]) for row in table if len(row) > 9 and row[0].isdigit()] == list(range(8))
-    assert "Nothing fits" in answer(capsys, *words, "data.seq_len=524288")[1]
+
+
+def remedies_of(out: str) -> dict[str, str]:
+    """Settings -> what they would do, where nothing fits."""
+    advice = out[out.index("Nothing fits"):].splitlines()[1:]
+    return dict(line.strip().split(": ") for line in advice if ": " in line)
+
+
+@pytest.mark.parametrize(("words", "largest", "offered"), [
+    ([], "activations", {"parallel.offload=true", "parallel.nproc=16 parallel.csbp=16", "parallel.checkpointing=full"}),
+    (["parallel.checkpointing=full", "data.seq_len=1048576"], "activations",
+     {"parallel.offload=true", "parallel.nproc=16 parallel.csbp=16"}),
+    (["parallel.checkpointing=full", "parallel.offload=true", "train.logit_rows=400000",
+      "data.seq_len=1048576"], "loss",
+     {"train.logit_rows=null", "parallel.nproc=16 parallel.csbp=16"}),
+    (["parallel.kind=data", "parallel.checkpointing=full", "data.seq_len=1048576"], "activations",
+     {"parallel.kind=csbp parallel.offload=true", "parallel.kind=csbp parallel.nproc=16 parallel.csbp=16"})])
+def test_what_would_help_where_nothing_fits(capsys: pytest.CaptureFixture[str], words: list[str], largest: str,
+                                            offered: set[str]) -> None:
+    """Nothing that is set already, and each does what is said of it."""
+    words = ["experiment=nemotron_8b_sft", "parallel.nproc=8", "data.seq_len=524288", *words]
+    out = answer(capsys, *words)[1]
+    assert f"is {largest}, " in out.split("Nothing fits. ")[1].splitlines()[0]
+    found = remedies_of(out)
+    assert set(found) == offered
+    for change, said in found.items():
+        then = planned(capsys, *words, *change.split())
+        fits = "fits" if then["fits"] else "still too much"
+        assert said == f"{then['peak_memory_bytes_per_rank'] / GIB:.2f} GiB, {fits}"
+    sizes = [float(said.split()[0]) for said in found.values()]
+    assert sizes == sorted(sizes)
+
+
+def test_shown_commands_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of the README, of docs/planning.md and of csbp plan --help."""
+    root = Path(__file__).parents[2]
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = (root / "README.md").read_text() + (root / "docs/planning.md").read_text() + capsys.readouterr().out
+    shown = [line.partition("#")[0].split()[2:] for line in text.splitlines() if line.strip().startswith("csbp plan ")]
+    shown = [words for words in shown if "my.yaml" not in " ".join(words) and "lengths.txt" not in " ".join(words)]
+    assert len(shown) >= 3
+    for words in shown:
+        assert planned(capsys, *words)["fits"], words
+
+
+def test_small_numbers_are_shown_as_such(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ("experiment=quickstart", "parallel.nproc=1", "data.document_tokens=2048")
+    picture = tmp_path / "plan.svg"
+    out = answer(capsys, *words, "--picture", str(picture))[1]
+    assert "3.3M parameters; a pack of 2,048 tokens in 1 document, 256 target blocks" in out
+    assert "received keys 0," in out and "0.0 MiB" not in out and out.endswith(f"picture: {picture}\n")
+    assert "in 1 document, 1 rank," in picture.read_text()
+    code, out, err = answer(capsys, *words, "--json", "--picture", str(picture))
+    assert json.loads(out)["predicted_mfu"] is None and err == f"picture: {picture}\n"
+    assert 0.3 < planned(capsys, *words, "plan.device=h200")["predicted_mfu"] < 1
 
 
 @pytest.mark.parametrize(("words", "said"), [

@@ -1,0 +1,98 @@
+"""A run's forecast beside those of the other ways of training it: what ``csbp plan`` says, as numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from csbp.observe.accounting import exact_bytes, formula_bytes, model_flops, utilisation
+from csbp.plan.counts import attended_pairs
+from csbp.plan.estimate import Device, Settings
+from csbp.plan.forecast import Case, Forecast
+from csbp.plan.shapes import ModelShape
+from csbp.plan.split import split_bytes, split_shape
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """A run's forecast, and those of the other ways of training it.
+
+    Attributes:
+        experiment: its name.
+        device_name, device: what a rank computes on.
+        case, settings: what is trained and how.
+        kind: the run's ``parallel.kind``.
+        found: kind -> forecast; holds ``kind``.
+        packs_per_step: of the run.
+    """
+
+    experiment: str
+    device_name: str
+    device: Device
+    case: Case
+    settings: Settings
+    kind: str
+    found: dict[str, Forecast]
+    packs_per_step: int
+
+    @property
+    def shape(self) -> ModelShape:
+        """What a rank has of the model: its heads."""
+        return split_shape(self.case.shape, self.settings.tp)
+
+    @property
+    def told(self) -> np.ndarray:
+        """Bytes that the run's tp axis brings into each rank for one pack, float64 [N]."""
+        chosen, settings = self.chosen, self.settings
+        return split_bytes(self.case.shape, chosen.counts.rows, chosen.loss_rows, tp=settings.tp,
+                           checkpointing=settings.checkpointing, itemsize=settings.itemsize)
+
+    @property
+    def chosen(self) -> Forecast:
+        """The run's own."""
+        return self.found[self.kind]
+
+    def step_seconds(self, forecast: Forecast) -> float:
+        """One optimizer step: replicas take their packs in rounds."""
+        return -(-self.packs_per_step // forecast.replicas) * forecast.seconds.step
+
+    def tokens_per_second(self, forecast: Forecast, packs: int | None = None) -> float:
+        """Clean tokens over a step of ``packs`` packs, by default the run's own number."""
+        packs = packs or self.packs_per_step
+        rounds = -(-packs // forecast.replicas)
+        return packs * self.case.geometry.num_clean / (rounds * forecast.seconds.step)
+
+    def received(self, forecast: Forecast) -> np.ndarray:
+        """Bytes into each rank for one pack, float64 [N]."""
+        parts = exact_bytes(self.shape, forecast.counts, checkpointing=self.settings.checkpointing,
+                            itemsize=self.settings.itemsize,
+                            gradient_itemsize=self.settings.gradient_itemsize)
+        return np.stack([part.received for part in parts.values()]).sum(0)
+
+    def sent(self, forecast: Forecast) -> np.ndarray:
+        """Bytes out of each rank for one pack, float64 [N]."""
+        parts = exact_bytes(self.shape, forecast.counts, checkpointing=self.settings.checkpointing,
+                            itemsize=self.settings.itemsize,
+                            gradient_itemsize=self.settings.gradient_itemsize)
+        return np.stack([part.sent for part in parts.values()]).sum(0)
+
+    def formula(self, kind: str) -> float:
+        """Bytes received by the published formula, mean over ranks."""
+        geometry, world = self.case.geometry, self.chosen.plan.world
+        return formula_bytes(self.shape, geometry.num_clean, geometry.num_noised, world, kind)
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of one pack."""
+        case, geometry = self.case, self.case.geometry
+        pairs = {kind.name: attended_pairs(geometry, kind) for kind in case.shape.kinds}
+        loss_rows = round(self.chosen.loss_rows.sum())
+        return model_flops(case.shape, pairs, geometry.num_clean + geometry.num_noised, loss_rows)
+
+    @property
+    def mfu(self) -> float | None:
+        """Predicted utilisation of the device's peak; None where it has none to be held against."""
+        chosen = self.chosen
+        found = utilisation(self.flops, chosen.seconds.step, chosen.plan.world * self.settings.tp, self.device.peak)
+        return None if np.isnan(found) else found
