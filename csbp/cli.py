@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import sys
 import textwrap
 import traceback
@@ -10,21 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from csbp import __version__
+from csbp.checkpoint.target import NOT_OURS, may_export_to
 from csbp.config.bench import BenchAttentionConfig, BenchStepConfig
-from csbp.config.fields import fields_of, nearest_name
-from csbp.config.places import experiments
+from csbp.config.fields import nearest_name
 from csbp.config.schema import GenerateConfig
-from csbp.errors import ConfigError, UserError
-from csbp.output import outlast_output
-
-_WORDS = """\
-settings are written KEY=VALUE:
-  experiment=NAME            a run that ships with csbp: {names}
-  experiment=FILE.yaml       one of your own; its 'defaults' list may start from a shipped one
-  GROUP=CHOICE               a file of conf/GROUP, e.g. objective=sdar
-  section.field=VALUE        one field, e.g. train.steps=100 data.sources.0.path=docs
-All settings: docs/configuration.md. Exit code: 0 done, 2 bad configuration, 1 anything else.
-"""
+from csbp.errors import ConfigError, UserError, met_by_all
+from csbp.output import outlast_output, until_closed
+from csbp.usage import run_settings, settings_of
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -32,11 +26,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser, commands = _parser()
     words = sys.argv[1:] if argv is None else argv
     if words and not words[0].startswith("-") and words[0] not in commands:
-        print(f"csbp: {words[0]}: no such command; {nearest_name(words[0], commands, 'commands')}", file=sys.stderr)
-        sys.exit(2)
+        fix = f"no such command; {nearest_name(words[0], commands, 'commands')}"
+        sys.exit(guarded(lambda: _refuse(words[0], fix)))
     arguments, rest = parser.parse_known_args(argv)
-    if any(word.startswith("-") for word in rest):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    wrong = next((word for word in rest if word.startswith("-")), "")
+    if wrong:
+        sys.exit(guarded(lambda: _refuse(*_unknown_option(wrong, arguments.command))))
     if arguments.command is None:
         parser.print_help()
         sys.exit(2)
@@ -45,12 +40,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(guarded(lambda: arguments.run(arguments)))
 
 
+def _refuse(word: str, fix: str) -> int:
+    with met_by_all():
+        raise ConfigError(word, ..., fix)
+
+
+def _unknown_option(word: str, command: str | None) -> tuple[str, str]:
+    """A word that starts with a dash, and what to do about it: most are settings written as options."""
+    name, equals, value = word.lstrip("-").partition("=")
+    if command and re.fullmatch(r"\w+(\.\w+)+", name) or equals:
+        return word, f"write {name}={value if equals else 'VALUE'}; settings have no dashes"
+    return word, f"no such option; see {' '.join(['csbp', *([command] if command else [])])} --help"
+
+
 def guarded(call: Callable[[], int]) -> int:
     """The exit code of a call. What a user can put right is said in one message, without a traceback."""
     try:
         return call()
     except UserError as error:
-        print(f"csbp: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        if not error.shared or "0" in (rank, os.environ.get("LOCAL_RANK", rank)):  # torchrun's ranks share a terminal
+            print(f"csbp: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("csbp: interrupted", file=sys.stderr)
@@ -67,23 +77,18 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         epilog="start with: csbp train experiment=quickstart")
     parser.add_argument("--version", action="version", version=f"csbp {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    described = experiments()
-    shipped = "\n".join(f"  {name:<24} {text}" for name, text in described.items())
-    words = _WORDS.format(names=", ".join(described))
     _add(commands, "train", _train, "train a model; starts its own ranks",
-         f"experiments:\n{shipped}\n\n{words}\nexample:\n  csbp train experiment=quickstart run_dir=runs/first "
-         "train.steps=50")
+         run_settings("csbp train experiment=quickstart run_dir=runs/first train.steps=50"))
     _add(commands, "check", _check, "check a run before it costs anything: configuration, data, devices, memory",
-         f"experiments:\n{shipped}\n\n{words}\nexample:\n  csbp check experiment=quickstart")
+         run_settings("csbp check experiment=quickstart"))
     plan = _add(commands, "plan", _plan, "predict time, memory, balance and bytes of a run, from shapes alone",
-                f"experiments:\n{shipped}\n\n{words}\nexample:\n  csbp plan experiment=nemotron_8b_sft "
-                "parallel.nproc=16 data.seq_len=262144")
+                run_settings("csbp plan experiment=nemotron_8b_sft parallel.nproc=16 data.seq_len=262144"))
     plan.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     plan.add_argument("--picture", default="", metavar="FILE", help="draw who owns and reads what: .svg or .png")
     bench = _add(commands, "bench", _bench, "measure attention or whole steps: time, TFLOP/s, memory, communication",
-                 "csbp bench attention takes:\n" + _settings_of(BenchAttentionConfig)
+                 "csbp bench attention takes:\n" + settings_of(BenchAttentionConfig)
                  + "\n\ncsbp bench step takes experiment=NAME and what changes it, as csbp train, and:\n"
-                 + _settings_of(BenchStepConfig) + "\n\nWhat is measured, and how: docs/benchmarks.md\n\nexamples:\n"
+                 + settings_of(BenchStepConfig) + "\n\nWhat is measured, and how: docs/benchmarks.md\n\nexamples:\n"
                  "  csbp bench attention preset=h200\n"
                  "  torchrun --nproc-per-node 2 $(which csbp) bench attention preset=h200\n"
                  "  csbp bench step experiment=quickstart \"variants=[default, 'parallel.checkpointing=full']\"")
@@ -91,21 +96,11 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     bench.add_argument("--out", default="", metavar="FILE", help="put the rows into this file of results, each in the "
                                                                  "place of the one with its name")
     _add(commands, "generate", _generate, "write text with a trained model",
-         f"settings are written KEY=VALUE:\n{_settings_of(GenerateConfig)}\n\nexample:\n"
+         f"settings are written KEY=VALUE:\n{settings_of(GenerateConfig)}\n\nexample:\n"
          "  csbp generate model=runs/first 'prompt=def add(a, b):' max_new_tokens=32")
     _add(commands, "export", _export, "write a run's newest checkpoint as a Hugging Face folder",
          "settings:\n  run_dir=DIR   the run\n  out=DIR       where to; default: run_dir/export")
     return parser, list(commands.choices)
-
-
-def _settings_of(command: type) -> str:
-    """A line or two for each."""
-    lines = []
-    for field in fields_of(command):
-        takes = f"; {field.expects()}; default {field.default}" if field.default != "" else ""
-        lines += textwrap.wrap(f"{field.key:<15} {field.help}{takes}", 100, initial_indent="  ",
-                               subsequent_indent=" " * 18)
-    return "\n".join(lines)
 
 
 def _add(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str,
@@ -124,6 +119,7 @@ def _train(arguments: argparse.Namespace) -> int:
     return train(arguments.settings)
 
 
+@until_closed
 def _check(arguments: argparse.Namespace) -> int:
     from csbp.config.compose import compose_run
     from csbp.config.validate import validate_run
@@ -135,6 +131,7 @@ def _check(arguments: argparse.Namespace) -> int:
     return run_check(config, arguments.settings)
 
 
+@until_closed
 def _plan(arguments: argparse.Namespace) -> int:
     from csbp.plan_cli import run_plan
 
@@ -142,9 +139,11 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
+    outlast_output()
     what, *settings = arguments.settings or [""]
     if what not in ("attention", "step"):
-        raise ConfigError("csbp bench", what, nearest_name(what, ["attention", "step"], "it measures"))
+        fix = nearest_name(what, ["attention", "step"], "say what to measure")
+        raise ConfigError(f"bench {what}".strip(), ..., fix)
     if what == "attention":
         from csbp.bench.attention import run_attention as run
     else:
@@ -153,6 +152,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     return run(settings, json_only=arguments.json, out=arguments.out)
 
 
+@until_closed
 def _generate(arguments: argparse.Namespace) -> int:
     from csbp.config.compose import compose_generate
     from csbp.config.validate import validate_generate
@@ -165,21 +165,29 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    outlast_output()
     given = {}
     for word in arguments.settings:
         key, equals, value = word.partition("=")
         if key not in ("run_dir", "out") or not value:
-            raise ConfigError(key, value, nearest_name(key, ["run_dir", "out"], "settings") if equals and value
-                              else f"did you mean run_dir={key}?" if Path(key).expanduser().is_dir()
-                              else "write run_dir=DIR or out=DIR")
+            meant = (f"did you mean run_dir={key}?" if Path(key).expanduser().is_dir() else
+                     "write run_dir=DIR or out=DIR")
+            raise ConfigError(key, value if equals else ...,
+                              nearest_name(key, ["run_dir", "out"], "settings") if equals and value else meant)
         given[key] = Path(value).expanduser()
     if "run_dir" not in given:
-        raise ConfigError("run_dir", "", "say which run: run_dir=DIR")
-    if not given["run_dir"].is_dir():
-        raise ConfigError("run_dir", str(given["run_dir"]), "no such folder")
+        raise ConfigError("run_dir", ..., "say which run: run_dir=DIR")
+    run_dir = given["run_dir"]
+    if not run_dir.is_dir():
+        raise ConfigError("run_dir", str(run_dir), "no such folder")
+    if not any((run_dir / "checkpoints").glob("step-*")):
+        raise ConfigError("run_dir", str(run_dir), "is not the folder of a run that has a checkpoint")
+    out = given.get("out", run_dir / "export")
+    if not may_export_to(out):
+        raise ConfigError("out", str(out), NOT_OURS)
     from csbp.checkpoint.export_cli import run_export
 
-    return run_export(given["run_dir"], given.get("out"))
+    return run_export(run_dir, out)
 
 
 if __name__ == "__main__":

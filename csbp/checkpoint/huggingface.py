@@ -7,7 +7,6 @@ whose config.json also says what a sampler must know. It appears by one rename, 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,15 +21,16 @@ from csbp.checkpoint import folder as folders
 from csbp.checkpoint import ranks
 from csbp.checkpoint.card import render_card
 from csbp.checkpoint.files import sync, write_json, write_text
+from csbp.checkpoint.target import FAMILY_KEY, NOT_OURS, may_export_to
 from csbp.checkpoint.tensors import plain_name
 from csbp.errors import UserError, writing
 
 if TYPE_CHECKING:
     from csbp.models.protocol import ModelAdapter
 
-# Top-level keys of an export's config.json, beside the family's own.
+# Top-level keys of an export's config.json, beside FAMILY_KEY and the family's own.
 DIFFUSION_KEYS = ("block_size", "mask_token_id", "label_shift", "clean_stream")
-FAMILY_KEY, STEP_KEY = "csbp_family", "csbp_step"
+STEP_KEY = "csbp_step"
 
 
 def export_model(model: nn.Module, adapter: ModelAdapter, tokenizer: Any, folder: Path, diffusion: Mapping[str, Any],
@@ -55,7 +55,8 @@ def export_model(model: nn.Module, adapter: ModelAdapter, tokenizer: Any, folder
     weights = full_weights(model, dtype)
 
     def write() -> None:
-        _expect_export(folder)
+        if not may_export_to(folder):
+            raise UserError(NOT_OURS)
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = folder.with_name(f"{folders.WRITING}{folder.name}")
         shutil.rmtree(temporary, ignore_errors=True)
@@ -173,16 +174,3 @@ def no_progress_bar() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _expect_export(folder: Path) -> None:
-    """Never replace a folder that is not an export."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    own = {"config.json", "generation_config.json", "README.md", "tokenizer.json", "tokenizer_config.json",
-           "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"}
-    names = {p.name for p in folder.iterdir()} if folder.is_dir() else {""}
-    foreign = {n for n in names - own if not re.fullmatch(r"model.*\.safetensors(\.index\.json)?", n)}
-    # The family key is written by csbp alone: another tool's model, and files put beside an export, are kept.
-    if foreign or "config.json" not in names or FAMILY_KEY not in (folder / "config.json").read_text("utf-8"):
-        raise UserError("it exists and is not an exported model; choose another folder")

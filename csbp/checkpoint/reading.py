@@ -6,7 +6,6 @@ No collectives: any single process, or each rank by itself, may call these.
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,11 @@ from torch import nn
 
 from csbp.checkpoint.files import MANIFEST, find_damage
 from csbp.checkpoint.folder import list_checkpoints, step_of
-from csbp.checkpoint.huggingface import DIFFUSION_KEYS, FAMILY_KEY, STEP_KEY, no_progress_bar, read_config
+from csbp.checkpoint.huggingface import DIFFUSION_KEYS, STEP_KEY, no_progress_bar, read_config
 from csbp.checkpoint.shards import load_model
+from csbp.checkpoint.target import FAMILY_KEY
+from csbp.data.hub import MODEL_FILES as HUB_FILES
+from csbp.data.hub import hub_folder, is_hub_name
 from csbp.data.tokenizer import BUILTIN, resolve_folder
 from csbp.errors import ConfigError, UserError
 
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 EXPORT, MODEL_FILES = "export", "model"  # subfolders of a run folder
 
 
@@ -64,8 +65,8 @@ def resolve_model_folder(path: str, family: str, *, field: str = "model.path") -
     if path.startswith(BUILTIN):
         return Path(resolve_folder(path, family, field))
     folder = Path(path).expanduser()
-    if HUB_NAME.fullmatch(path) and not folder.exists():
-        return _download(path, field)
+    if is_hub_name(path):
+        return hub_folder(path, field, HUB_FILES)
     if not path or not folder.is_dir():
         raise ConfigError(field, path, f"give a model folder, a run folder or {BUILTIN}NAME; there is no such folder")
     if (folder / "config.json").exists() or (folder / MANIFEST).exists():
@@ -81,17 +82,6 @@ def resolve_model_folder(path: str, family: str, *, field: str = "model.path") -
 def _step_of_export(folder: Path) -> float:
     """Optimizer steps behind an export; one that does not say is taken as the newest there is."""
     return float(read_config(folder).get(STEP_KEY, float("inf")))
-
-
-def _download(name: str, field: str) -> Path:
-    """The hub's files of a model: weights as safetensors, configuration and tokenizer, never code."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
-    except Exception as error:  # the hub's client has many: offline, not found, gated, a full disk
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(field, name, f"is no folder here, and the hub did not give it: {reason}") from error
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:

@@ -26,12 +26,18 @@ def choices(group: str) -> list[str]:
 
 
 def experiments() -> dict[str, str]:
-    """Name of each shipped experiment -> what it is, the second line of its file."""
-    described = {}
+    """Name of each shipped experiment -> what it is, the second line of its file. Those that can only be planned are
+    last."""
+    families_planned = planned_families()
+    planned = {path.stem for path in (conf_dir() / "model").glob("*.yaml") if _family(path) in families_planned}
+    described: list[tuple[bool, str, str]] = []
     for name in choices("experiment"):
-        lines = (conf_dir() / "experiment" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-        described[name] = lines[1].lstrip("# ") if len(lines) > 1 and lines[1].startswith("#") else ""
-    return described
+        text = (conf_dir() / "experiment" / f"{name}.yaml").read_text(encoding="utf-8")
+        lines = text.splitlines()
+        model = re.search(r"^  - override /model: (\w+)", text, re.MULTILINE)
+        described.append((model is not None and model[1] in planned, name,
+                          lines[1].lstrip("# ") if len(lines) > 1 and lines[1].startswith("#") else ""))
+    return {name: text for _, name, text in sorted(described)}
 
 
 def families() -> list[str]:
@@ -41,9 +47,14 @@ def families() -> list[str]:
 
 def planned_families() -> list[str]:
     """Names of the families that a file of ``conf/model`` gives shapes of but that cannot be trained yet."""
-    texts = (path.read_text(encoding="utf-8") for path in (conf_dir() / "model").glob("*.yaml"))
-    named = {match[1] for text in texts if (match := re.search(r"^family: (\w+)", text, re.MULTILINE))}
-    return sorted(named - set(families()))
+    named = {_family(path) for path in (conf_dir() / "model").glob("*.yaml")}
+    return sorted(named - {""} - set(families()))
+
+
+def _family(model: Path) -> str:
+    """The family that a file of ``conf/model`` names, or ""."""
+    match = re.search(r"^family: (\w+)", model.read_text(encoding="utf-8"), re.MULTILINE)
+    return match[1] if match else ""
 
 
 def builtin_models(family: str) -> list[str]:

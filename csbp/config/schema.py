@@ -185,7 +185,8 @@ class ObserveConfig:
 
     trackers: list[str] = option([], "any of wandb, tensorboard, trackio, beside metrics.jsonl")
     project: str = option("csbp", "project name given to the trackers")
-    progress: str = option("auto", "progress bar; auto: a bar on a terminal, lines elsewhere",
+    progress: str = option("auto", "progress bar; auto: a bar on a terminal, lines elsewhere; off: "
+                           "only warnings and the result",
                            choices=("auto", "bar", "lines", "off"))
     plot: bool = option(True, "write loss.png at the end")
     random_start_loss: float | None = option(None, "recorded held-out loss of this run from random weights, shown "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from csbp.config.places import package_dir
+from csbp.data.hub import TOKENIZER_FILES, hub_folder, is_hub_name
 from csbp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ _ELSEWHERE = "set data.tokenizer to a folder that has the model's"
 
 def resolve_folder(path: str, family: str, field: str = "model.path") -> str:
     """A folder for ``builtin:NAME`` (shipped below ``models/<family>``), the path with ``~`` expanded for a folder
-    that exists, else the text itself, which Hugging Face libraries take as a name on the hub.
+    that exists, else the text itself: a name on the hub.
 
     Raises:
         ConfigError: an empty path, or a builtin that csbp does not ship.
@@ -49,6 +50,8 @@ def load_tokenizer(path_or_builtin: str, family: str, field: str = "data.tokeniz
         ConfigError: there is none, or it is not one of the fast (Rust) kind, which alone gives offsets.
     """
     folder = resolve_folder(path_or_builtin, family, field)
+    if is_hub_name(folder):
+        folder = str(hub_folder(folder, field, TOKENIZER_FILES))
     from transformers import AutoTokenizer
 
     try:

@@ -68,6 +68,10 @@ class ProgressReporter:
         if self.mode != "off":
             self._line(text)
 
+    def tell(self, text: str) -> None:
+        """Show a line in any case: a warning, or how the run ended."""
+        self._line(text)
+
     def close(self) -> None:
         """Leave the bar as it is; may be called again."""
         if self._bar is not None:

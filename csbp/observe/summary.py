@@ -21,6 +21,10 @@ from csbp.observe.metrics import finite
 FILE = "summary.json"
 BLOCK = (("context", "text before the block"), ("original", "original"), ("noised", "noised (▒ is masked)"))
 
+# What it means that training has not beaten it.
+_MEANS = {"before training": ": training has not helped; train longer, or change optim.lr",
+          "unigram model": ": not yet better than counting tokens; train longer"}
+
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
     """Write ``run_dir/summary.json``, whole or not at all. Numbers that are not finite become null.
@@ -53,8 +57,18 @@ def comparisons(summary: Mapping[str, Any]) -> list[tuple[str, float | None, str
         if value is not None and after is not None:
             verdict = f"after is {abs(value - after):.4f} {'lower' if after < value else 'higher'}" \
                 if value != after else "the same"
+            verdict += "" if after < value else _MEANS.get(name, "")
         found.append((name, value, verdict))
     return found
+
+
+def result_lines(summary: Mapping[str, Any]) -> list[str]:
+    """The report in a line or two, for a run that shows nothing else."""
+    (_, after, _), *others = comparisons(summary)
+    compared = ", ".join(f"{name} {number(value)}" for name, value, _ in others)
+    exported = summary.get("export_dir")
+    return [f"held-out loss {number(after)} nats per supervised token ({compared})",
+            *([f"exported model: {exported}"] if exported is not None else [])]
 
 
 def print_report(summary: Mapping[str, Any], before: Mapping[str, str] | None = None,

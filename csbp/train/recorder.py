@@ -14,7 +14,7 @@ from csbp.config.schema import RunConfig
 from csbp.observe.curve import plot_losses
 from csbp.observe.metrics import MetricsWriter
 from csbp.observe.progress import ProgressReporter
-from csbp.observe.summary import number, percent, print_report
+from csbp.observe.summary import number, percent, print_report, result_lines
 from csbp.observe.throughput import ThroughputMeter
 from csbp.observe.trackers import Trackers
 from csbp.train.evaluate import Evaluation
@@ -69,7 +69,7 @@ class Recorder:
         self.trackers.log({k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}, step)
         self.progress.update(step, result.loss, self.meter.average())
         if not result.updated:
-            self.note(f"step {step}: loss or gradient is not finite; no weights were changed")
+            self.progress.tell(f"step {step}: loss or gradient is not finite; no weights were changed")
 
     def evaluating(self, done: int, count: int) -> None:
         """Show how far an evaluation is: ``done`` of ``count`` micro-batches."""
@@ -104,7 +104,8 @@ class Recorder:
 
     def finish(self, summary: Mapping[str, Any], before: Mapping[str, Any] | None,
                after: Mapping[str, Any] | None) -> None:
-        """Draw the loss curve and print the report. A picture that cannot be drawn is told, and costs nothing else."""
+        """Draw the loss curve and print the report, or the result alone where progress is off. A picture that cannot
+        be drawn is told, and costs nothing else."""
         if not self.main:
             return
         if self.config.observe.plot:
@@ -116,6 +117,9 @@ class Recorder:
         self.progress.close()
         if self.config.observe.progress != "off":
             print_report(summary, before, after, console=self.progress.console)
+            return
+        for line in result_lines(summary):
+            self.progress.tell(line)
 
     def close(self) -> None:
         """Close files, trackers and the bar; may be called again."""

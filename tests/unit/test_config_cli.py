@@ -10,6 +10,8 @@ import pytest
 
 from csbp import __version__
 from csbp.cli import guarded, main
+from csbp.config.compose import compose_run
+from csbp.config.places import experiments, planned_families
 from csbp.errors import ConfigError, UserError
 from csbp.output import called_as
 
@@ -43,6 +45,33 @@ def test_help_shows_experiments_and_an_example(capsys: pytest.CaptureFixture[str
     assert code == 0 and all(f"  {name} " in out for name in ("model", "prompt", "threshold", "seed", "device"))
     assert "no chat template is applied" in out
     assert answer(capsys, "--version")[1] == f"csbp {__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["train", "check", "plan", "bench", "generate", "export"])
+def test_help_fits_a_terminal_and_puts_what_can_be_trained_first(capsys: pytest.CaptureFixture[str],
+                                                                 command: str) -> None:
+    lines = answer(capsys, command, "--help")[1].splitlines()
+    assert max(map(len, lines)) <= 100
+    if command in ("train", "check", "plan"):
+        names = [line.split()[0] for line in lines if line.startswith("  ") and line.split()[0] in experiments()]
+        assert names == list(experiments())  # each once
+        planned = [name for name in names if compose_run([f"experiment={name}"]).model.family in planned_families()]
+        assert planned and names[-len(planned):] == planned and "quickstart" in names
+
+
+def test_an_export_over_something_else_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, thesis = tmp_path / "run", tmp_path / "mine" / "thesis.txt"
+    assert "has a checkpoint" in answer(capsys, "export", f"run_dir={tmp_path}")[2]
+    for path in (run / "checkpoints" / "step-00000001", run / "export", thesis.parent):
+        path.mkdir(parents=True)
+    thesis.write_text("mine")
+    (run / "export" / "config.json").write_text('{"model_type": "of another tool"}')
+    script = "import sys\nfrom csbp.cli import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    for more in ([f"out={thesis.parent}"], []):
+        done = subprocess.run([sys.executable, "-c", script, "export", f"run_dir={run}", *more], capture_output=True,
+                              text=True)
+        assert (done.returncode, done.stdout) == (2, "False\n")
+        assert "csbp: out='" in done.stderr and "not an exported model; choose another folder" in done.stderr
 
 
 @pytest.mark.parametrize(("words", "said"), [

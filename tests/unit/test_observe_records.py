@@ -15,7 +15,7 @@ from csbp.observe import progress
 from csbp.observe.curve import plot_losses, smooth
 from csbp.observe.metrics import EVALUATIONS, METRICS, SAMPLES, MetricsWriter, read_records
 from csbp.observe.progress import ProgressReporter
-from csbp.observe.summary import comparisons, print_report, write_summary
+from csbp.observe.summary import comparisons, print_report, result_lines, write_summary
 from csbp.observe.throughput import ThroughputMeter
 
 
@@ -57,6 +57,17 @@ def test_resuming_drops_what_comes_again(tmp_path):
     assert steps(tmp_path / "eval.jsonl") == [2, 4, 6, 8]
     write_steps(tmp_path, 1, 2)
     assert steps(tmp_path / "metrics.jsonl") == [1, 2]  # a fresh run starts empty
+
+
+def test_a_text_may_hold_any_separator_of_lines(tmp_path):
+    """Only a newline ends a record: a tokenizer's decoded bytes hold others too."""
+    texts = ["".join(map(chr, (97, code, 98))) for code in (0x0B, 0x0C, 0x0D, 0x1C, 0x1D, 0x1E, 0x85, 0x2028, 0x2029)]
+    writer = MetricsWriter(tmp_path)
+    for step, text in enumerate(texts, 1):
+        writer.sample(step, {"filled": text})
+    writer.close()
+    MetricsWriter(tmp_path, resumed_at=len(texts) - 1).close()
+    assert [record["filled"] for record in read_records(tmp_path / "samples.jsonl")] == texts[:-1]
 
 
 def test_torn_last_line_and_garbage_are_skipped(tmp_path):
@@ -119,6 +130,8 @@ def test_a_bar_on_a_terminal_and_nothing_when_off():
     reporter.note("saved")
     reporter.close()
     assert out.getvalue() == ""
+    reporter.tell("step 41: not finite")
+    assert out.getvalue() == "step 41: not finite\n"
     assert progress.LINE_SECONDS > 1
 
 
@@ -177,10 +190,20 @@ def test_comparisons_claim_only_what_was_measured():
     assert comparisons(SUMMARY) == [
         ("after training", 5.25, ""),
         ("before training", 6.5, "after is 1.2500 lower"),
-        ("unigram model", 5.0, "after is 0.2500 higher")]
+        ("unigram model", 5.0, "after is 0.2500 higher: not yet better than counting tokens; train longer")]
+    assert comparisons({**SUMMARY, "eval_loss_unigram": 6.0})[2] == ("unigram model", 6.0, "after is 0.7500 lower")
+    worse = comparisons({**SUMMARY, "eval_loss_before": 5.25})[1][2]
+    assert worse.startswith("the same: training has not helped")
     assert comparisons({"eval_loss_before": 6.5})[1] == ("before training", 6.5, "")
     recorded = comparisons({**SUMMARY, "eval_loss_random_start": 5.25, "random_start_steps": 84})
     assert recorded[3] == ("random start, 84 steps (recorded)", 5.25, "the same")
+
+
+def test_the_result_in_a_line_or_two():
+    assert result_lines(SUMMARY) == [
+        "held-out loss 5.2500 nats per supervised token (before training 6.5000, unigram model 5.0000)",
+        "exported model: /runs/a [b]/export"]
+    assert len(result_lines({**SUMMARY, "export_dir": None})) == 1
 
 
 def report(summary: dict, *samples: dict | None) -> str:
