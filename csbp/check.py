@@ -23,6 +23,7 @@ from csbp.data.packs import PackStream
 from csbp.data.tokenizer import next_free_id
 from csbp.errors import ConfigError
 from csbp.memory import estimate_memory, free_memory
+from csbp.output import called_as
 from csbp.parallel.runtime import choose_device, mesh_sizes
 from csbp.train.ready import ReadyModel, check_model, open_data
 
@@ -42,13 +43,13 @@ def run_check(config: RunConfig, words: Sequence[str] = (), console: Console | N
         console: where to; by default stdout, plain and 120 columns wide where that is no terminal.
 
     Returns:
-        0: the run can start. Warnings do not change that.
+        0: the run can start, here or on a machine that has its devices. Warnings do not change that.
 
     Raises:
         ConfigError, UserError: the first thing that would stop the run.
     """
     out = console or _console()
-    device = _check_devices(config, out)
+    device, missing = _check_devices(config, out)
     ready = check_model(config)
     _show_tokenizer(config, ready, out)
     for note in ready.notes:
@@ -57,7 +58,12 @@ def run_check(config: RunConfig, words: Sequence[str] = (), console: Console | N
     _show_data(config, streams, out)
     _show_sample(config, streams["train"], ready.tokenizer, out)
     _check_memory(config, ready, streams["train"], device, out)
-    out.print(f"\nNothing stands in the way: {shlex.join(['csbp', 'train', *words])}")
+    command = shlex.join([called_as(), "train", *words])
+    if missing is not None:
+        _warn(out, f"{missing.field}={missing.value!r}: {missing.fix}")
+        out.print(f"\nNothing but the devices, which are not here, stands in the way: {command}")
+    else:
+        out.print(f"\nNothing stands in the way: {command}")
     return 0
 
 
@@ -66,14 +72,21 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=_PIPED_WIDTH)
 
 
-def _check_devices(config: RunConfig, out: Console) -> torch.device:
+def _check_devices(config: RunConfig, out: Console) -> tuple[torch.device | None, ConfigError | None]:
+    """The device of the ranks, or what is missing here: the machine that checks need not be the one that trains."""
     parallel = config.parallel
     dp, csbp, tp = mesh_sizes(parallel, parallel.nproc)
     mesh = f"dp={dp} x csbp={csbp}" + (f" x tp={tp}" if tp > 1 else "")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", parallel.nproc))
-    device = choose_device(parallel.device, here - 1)
+    device = missing = None
+    try:
+        device = choose_device(parallel.device, here - 1)
+    except ConfigError as error:
+        missing = error
     out.print(_heading("Devices"))
-    if device.type == "cuda":
+    if device is None:
+        out.print(f"  {here} GPUs a machine, {mesh}; this machine has {torch.cuda.device_count()}")
+    elif device.type == "cuda":
         name = torch.cuda.get_device_name(0)
         out.print(f"  {here} of {torch.cuda.device_count()} GPUs ({name}), {mesh}")
     else:
@@ -85,7 +98,7 @@ def _check_devices(config: RunConfig, out: Console) -> torch.device:
             _warn(out, "bfloat16 is many times slower than float32 on most CPUs")
     if config.train.packs_per_step % dp:
         _warn(out, f"train.packs_per_step={config.train.packs_per_step} is no multiple of {dp} replicas; some wait")
-    return device
+    return device, missing
 
 
 def _show_tokenizer(config: RunConfig, ready: ReadyModel, out: Console) -> None:
@@ -151,7 +164,7 @@ def _block_text(pack: PackedBatch, begin: int, end: int, tokenizer: PreTrainedTo
     return text
 
 
-def _check_memory(config: RunConfig, ready: ReadyModel, stream: PackStream, device: torch.device,
+def _check_memory(config: RunConfig, ready: ReadyModel, stream: PackStream, device: torch.device | None,
                   out: Console) -> None:
     adapter, model, rows = ready.adapter, ready.model, ready.rows
     world, share = config.parallel.nproc, stream.totals.supervised / stream.totals.tokens
@@ -165,16 +178,19 @@ def _check_memory(config: RunConfig, ready: ReadyModel, stream: PackStream, devi
                            tp=config.parallel.tp, copies=config.parallel.dp_replicate, plan=adapter.tp_plan(model),
                            logit_rows=config.train.logit_rows)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    there, host = free_memory(device), free_memory(torch.device("cpu"))
-    there = there if device.type == "cuda" else there // here
+    there, host = None, free_memory(torch.device("cpu"))
+    if device is not None:
+        there = free_memory(device) if device.type == "cuda" else host // here
     out.print(_heading("Memory of one rank (weights, gradients and optimizer are exact, the rest is rough)"))
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")
     for name in ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "total"):
         table.add_row(f"  {name}", _size(getattr(need, name)))
-    table.add_row("  free", _size(there))
+    table.add_row("  free", "not known here" if there is None else _size(there))
     out.print(table)
+    if there is None:
+        return
     if need.certain > there:
         raise ConfigError("parallel.nproc", world, f"weights, gradients and optimizer need {_size(need.certain)} a "
                           f"rank, {_size(there)} are free; use more devices or a smaller model")
@@ -194,4 +210,6 @@ def _warn(out: Console, message: str) -> None:
 
 
 def _size(count: float) -> str:
+    if not count:
+        return "0"
     return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"

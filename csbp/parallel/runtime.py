@@ -136,10 +136,11 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("parallel.device", name, "no CUDA device is visible; use parallel.device=cpu")
+        raise ConfigError("parallel.device", name, "no CUDA device is visible here; start it on a machine with GPUs "
+                          "(parallel.device=cpu is for small models)")
     if local_rank >= torch.cuda.device_count():
-        raise ConfigError("parallel.nproc", local_rank + 1, f"this host has {torch.cuda.device_count()} GPUs; "
-                          "start fewer ranks here, or use parallel.device=cpu")
+        raise ConfigError("parallel.nproc", local_rank + 1, f"this machine has {torch.cuda.device_count()} GPU(s); "
+                          "start no more ranks here than that")
     return torch.device("cuda", local_rank)
 
 

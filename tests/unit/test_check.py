@@ -94,15 +94,29 @@ def test_the_beginning_of_a_chat_is_shown_without_markup(config: RunConfig) -> N
     ("parallel", {"nproc": 128}, r"parallel.nproc=128: more ranks than blocks: the training pack with most of them has "
                                  r"\d\d;"),
     ("parallel", {"nproc": 256, "csbp": 128}, r"parallel.csbp=128: more ranks than blocks"),
-    ("parallel", {"device": "cuda"}, r"parallel.device='cuda'"),
 ])
 def test_what_would_stop_the_run(config: RunConfig, section: str, values: dict[str, Any], error: str) -> None:
-    if values.get("device") == "cuda" and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
     if values.get("mask_token_id") == "EOS":
         values = {"mask_token_id": qwen_like("qwen2_5").eos_token_id}
     with pytest.raises(ConfigError, match=error):
         shown(change(config, section, **values))
+
+
+@pytest.mark.parametrize(("gpus", "missing"), [(0, "parallel.device='cuda': no CUDA device is visible here"),
+                                               (1, "parallel.nproc=2: this machine has 1 GPU(s)")])
+def test_a_machine_without_the_devices_checks_the_rest(config: RunConfig, monkeypatch: pytest.MonkeyPatch, gpus: int,
+                                                       missing: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(check, "free_memory", lambda device: 1000)  # of a machine that will not train it
+    there = change(config, "parallel", device="cuda")
+    text = shown(there)
+    assert text.count(f"warning: {missing}") == 1 and f"this machine has {gpus}\n" in text
+    for title in ("Tokenizer", "First sample", "Memory of one rank", "not known here"):
+        assert title in text
+    assert text.endswith("Nothing but the devices, which are not here, stands in the way: csbp train experiment=x\n")
+    with pytest.raises(ConfigError, match=r"data.validation_fraction"):
+        shown(change(there, "data", validation_fraction=0.0))
 
 
 def test_a_tokenizer_larger_than_the_model(config: RunConfig) -> None:
