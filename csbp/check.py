@@ -22,7 +22,8 @@ from csbp.data.batch import PackedBatch
 from csbp.data.packs import PackStream
 from csbp.data.tokenizer import next_free_id
 from csbp.errors import ConfigError
-from csbp.memory import estimate_memory, free_memory
+from csbp.memory import estimate_memory, free_memory, refuse_without_room
+from csbp.memory import size_text as _size
 from csbp.output import called_as
 from csbp.parallel.runtime import choose_device, mesh_sizes
 from csbp.train.ready import ReadyModel, check_model, open_data
@@ -191,9 +192,7 @@ def _check_memory(config: RunConfig, ready: ReadyModel, stream: PackStream, devi
     out.print(table)
     if there is None:
         return
-    if need.certain > there:
-        raise ConfigError("parallel.nproc", world, f"weights, gradients and optimizer need {_size(need.certain)} a "
-                          f"rank, {_size(there)} are free; use more devices or a smaller model")
+    refuse_without_room(world, need.certain, there)
     if need.total > there:
         _warn(out, "this may not fit; lower data.seq_len, or raise parallel.csbp")
     if need.loading * here > host:
@@ -207,9 +206,3 @@ def _heading(title: str) -> Text:
 
 def _warn(out: Console, message: str) -> None:
     out.print(Text(f"  warning: {message}", style="yellow"))
-
-
-def _size(count: float) -> str:
-    if not count:
-        return "0"
-    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"

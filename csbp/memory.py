@@ -6,6 +6,7 @@ Legend: S local rows, E rows with logits, V vocabulary.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from csbp.config.schema import ParallelConfig
+from csbp.errors import ConfigError
+from csbp.parallel.runtime import choose_device
 from csbp.parallel.tensor import part_of
 from csbp.plan.estimate import loss_bytes
 
@@ -70,16 +74,8 @@ def estimate_memory(model: nn.Module, units: Sequence[nn.Module], *, world: int,
         copies: ``parallel.dp_replicate``.
         logit_rows: ``train.logit_rows``.
     """
-    cut = {id(module): part_of(name, plan or {}, tp) for name, module in model.named_modules()}
-
-    def held(module: nn.Module) -> int:
-        seen: dict[int, int] = {}
-        for part in module.modules():
-            for parameter in part.parameters(recurse=False):
-                seen[id(parameter)] = parameter.numel() // math.prod(cut[id(part)])
-        return sum(seen.values())
-
-    parameters, in_units = held(model), [held(unit) for unit in units]
+    cut = _cuts(model, tp, plan)
+    parameters, in_units = _held(model, cut), [_held(unit, cut) for unit in units]
     shards = world // tp // copies
     shard = -(-parameters // shards)
     width = sum(layer.in_features // cut[id(layer)][0] + layer.out_features // cut[id(layer)][1]
@@ -93,10 +89,68 @@ def estimate_memory(model: nn.Module, units: Sequence[nn.Module], *, world: int,
         loading=4 * sum(p.numel() for p in model.parameters()))
 
 
+def _cuts(model: nn.Module, tp: int, plan: Mapping[str, str] | None) -> dict[int, tuple[int, int]]:
+    """Into how many parts a tp axis cuts each module's inputs and outputs, by the module's id."""
+    return {id(module): part_of(name, plan or {}, tp) for name, module in model.named_modules()}
+
+
+def _held(module: nn.Module, cut: Mapping[int, tuple[int, int]]) -> int:
+    """Parameters that one rank of a tp axis has of a module; a shared one counts once."""
+    seen: dict[int, int] = {}
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            seen[id(parameter)] = parameter.numel() // math.prod(cut[id(part)])
+    return sum(seen.values())
+
+
+def expect_room(model: nn.Module, parallel: ParallelConfig, plan: Mapping[str, str]) -> None:
+    """Refuse a model whose weights, gradients and optimizer alone are more than what is free to a rank here.
+
+    Args:
+        model: on any device, also meta.
+        plan: how the family splits its matrices over a tp axis.
+
+    Raises:
+        ConfigError: naming what they need.
+    """
+    shards = parallel.nproc // parallel.tp // parallel.dp_replicate
+    shard = -(-_held(model, _cuts(model, parallel.tp, plan)) // shards)
+    refuse_without_room(parallel.nproc, 16 * shard, _room_of_rank(parallel))
+
+
+def refuse_without_room(world: int, need: int, there: int) -> None:
+    """Refuse where ``need`` bytes, ``MemoryEstimate.certain``, are more than ``there`` are.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    if need > there:
+        raise ConfigError("parallel.nproc", world, f"weights, gradients and optimizer need {size_text(need)} a rank, "
+                                                   f"{size_text(there)} are free; use more devices or a smaller model")
+
+
+def size_text(count: float) -> str:
+    """Bytes for people."""
+    if not count:
+        return "0"
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
+
+
+def _room_of_rank(parallel: ParallelConfig) -> int:
+    """Bytes free to the rank that has least, before the ranks start; in a started rank: to that one."""
+    started = os.environ.get("LOCAL_RANK", os.environ.get("RANK"))
+    # Without LOCAL_WORLD_SIZE it is not known how many of the ranks share this host.
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", parallel.nproc if started is None else 1))
+    device = choose_device(parallel.device, here - 1 if started is None else int(started))
+    if device.type == "cuda" and started is not None:
+        return int(torch.cuda.mem_get_info(device)[0])  # of its own alone: looking at one takes some of its memory
+    return free_memory(device) // (1 if device.type == "cuda" else here)
+
+
 def free_memory(device: torch.device) -> int:
-    """Bytes free now: of the least free GPU that is visible, or of this host (or container)."""
+    """Bytes free now: of the least free GPU up to this one, or of this host (or container)."""
     if device.type == "cuda":
-        return min(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
+        return min(torch.cuda.mem_get_info(torch.device("cuda", i))[0] for i in range((device.index or 0) + 1))
     import psutil
 
     return min(int(psutil.virtual_memory().available), _container_room())

@@ -18,16 +18,18 @@ from csbp.output import outlast_output
 
 
 def prepare_run(config: RunConfig) -> None:
-    """Check tokenizer and model, and tokenize what is not in the cache of this machine yet.
+    """Check tokenizer, model and memory, and tokenize what is not in the cache of this machine yet.
 
     Raises:
         ConfigError, UserError: the first thing that would stop the run.
     """
+    from csbp.memory import expect_room
     from csbp.train.ready import check_model, open_data
 
     ready = check_model(config)
     for note in ready.notes:
         print(f"csbp: warning: {note}", file=sys.stderr, flush=True)
+    expect_room(ready.model, config.parallel, ready.adapter.tp_plan(ready.model))
     open_data(config, ready.tokenizer)
 
 

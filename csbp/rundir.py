@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from csbp import __version__
+from csbp.checkpoint.files import find_damage
+from csbp.checkpoint.folder import list_checkpoints, step_of
 from csbp.config.schema import RunConfig
 from csbp.config.typed import load_config, save_config
 from csbp.errors import ConfigError, UserError
@@ -100,18 +102,17 @@ def record_start(config: RunConfig, folder: Path) -> None:
 def holds_run(folder: Path) -> bool:
     """Whether a run in a folder has got as far as its first step; one that was refused leaves nothing to lose."""
     metrics = folder / "metrics.jsonl"
-    return has_checkpoint(folder) or (metrics.exists() and metrics.stat().st_size > 0)
+    return any((folder / "checkpoints").glob("step-*")) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether a run folder has something to go on from."""
-    return any((folder / "checkpoints").glob("step-*"))
+    """Whether a run folder has something to go on from: a checkpoint whose files are there, their bytes not read."""
+    return any(not find_damage(path, hashed=False) for path in list_checkpoints(folder / "checkpoints"))
 
 
 def newest_step(folder: Path) -> int:
     """Optimizer steps behind the newest checkpoint of a run folder; 0 if it has none."""
-    names = (path.name.removeprefix("step-") for path in (folder / "checkpoints").glob("step-*"))
-    return max((int(name) for name in names if name.isdigit()), default=0)
+    return max(map(step_of, list_checkpoints(folder / "checkpoints")), default=0)
 
 
 def _make(config: RunConfig) -> tuple[Path, bool]:

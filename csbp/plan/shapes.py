@@ -16,6 +16,7 @@ from csbp.plan.geometry import LayerKind
 
 _KINDS = {"full_attention": "full", "sliding_attention": "sliding"}
 _LARGEST = 2**31 - 1  # of any size
+_DEEPEST = 1024  # layers: each is modules, which take a millisecond and more to make
 # What interval attention cannot express, by the fields of transformers' configurations that ask for it.
 _REFUSED = {"kv_lora_rank": "multi-head latent attention (MLA)", "alibi": "ALiBi",
             "attn_logit_softcapping": "capping of attention scores",
@@ -164,14 +165,15 @@ def model_shape(fields: Mapping[str, Any], clean: str) -> ModelShape:
         raise ConfigError("model.shape.text_config", nested, "must be a mapping, as in {name: value}")
     fields = {**fields, **nested}
 
-    def size(*names: str, default: int | None = None) -> int:
+    def size(*names: str, default: int | None = None, high: int = _LARGEST) -> int:
         given = next((fields[name] for name in names if fields.get(name) is not None), default)
         low = 1 if default is None else 0
-        if not isinstance(given, int) or isinstance(given, bool) or not low <= given <= _LARGEST:
-            raise ConfigError(f"model.shape.{names[0]}", given, f"must be a whole number from {low} to {_LARGEST:,}")
+        if not isinstance(given, int) or isinstance(given, bool) or not low <= given <= high:
+            raise ConfigError(f"model.shape.{names[0]}", given, f"must be a whole number from {low} to {high:,}")
         return given
 
-    hidden, heads, layers = size("hidden_size"), size("num_attention_heads"), size("num_hidden_layers")
+    hidden, heads = size("hidden_size"), size("num_attention_heads")
+    layers = size("num_hidden_layers", high=_DEEPEST)
     head_dim, kv_heads = size("head_dim"), size("num_key_value_heads", default=heads)
     if not kv_heads or heads % kv_heads:
         raise ConfigError("model.shape.num_key_value_heads", kv_heads, f"must divide num_attention_heads={heads}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from csbp.data.stream import Cursor
-from csbp.errors import ConfigError, UserError, met_by_all
+from csbp.errors import ConfigError, met_by_all
 from csbp.train.evaluate import Evaluation
 from csbp.train.session import Session
 
@@ -59,12 +59,19 @@ class Progress:
 
 
 def resume(session: Session) -> Progress | None:
-    """Go on from the newest valid checkpoint: weights and optimizer in place; None if there is none. Collective."""
+    """Go on from the newest valid checkpoint: weights and optimizer in place; None if there is none. Collective.
+
+    Raises:
+        ConfigError: all are damaged, or the run's data are no longer those that it was trained on.
+        UserError: the checkpoint is of another model.
+    """
     path = session.store.newest_valid()
     if path is None and session.store.any():
         with met_by_all():
-            raise UserError(f"{session.store.root} holds checkpoints, but all are damaged (see the warnings, and "
-                            "folders named *.damaged); nothing was changed. Restore one, or start in another run_dir")
+            # A refusal (exit code 2): the launcher then does not suggest to go on.
+            raise ConfigError("run_dir", str(session.runtime.run_dir), "its checkpoints are all damaged (see the "
+                              "warnings, and folders named *.damaged in checkpoints/); nothing was changed. Restore "
+                              "one, or start in another folder")
     if path is None:
         return None
     state = session.store.load(path, session.model, session.optimizer)

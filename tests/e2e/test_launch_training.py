@@ -105,6 +105,16 @@ def test_a_stopped_run_says_how_to_go_on_and_does(words: list[str], tmp_path: Pa
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == stopped + 2
 
 
+def test_a_run_with_nothing_but_damage_is_not_to_go_on(words: list[str], tmp_path: Path) -> None:
+    settings = [*words, f"run_dir={tmp_path}", "train.steps=2"]
+    assert start(settings).wait() == 0
+    for shard in (tmp_path / "checkpoints").glob("*/*.safetensors"):
+        shard.write_bytes(bytes([*shard.read_bytes()[:-1], 77]))
+    again = start([*settings, "resume=auto", "train.steps=4"])
+    errors = again.communicate()[1]
+    assert again.returncode == 2 and "its checkpoints are all damaged" in errors and "go on with" not in errors, errors
+
+
 @pytest.mark.parametrize("redirect", ["| head -1", "2>&1 | true", ">&- 2>&-", "> /dev/full"])
 def test_a_run_goes_on_when_nobody_listens(words: list[str], tmp_path: Path, redirect: str) -> None:
     settings = [*words, f"run_dir={tmp_path / 'run'}", "train.steps=4", "observe.progress=lines", "train.eval_every=1"]
@@ -150,6 +160,7 @@ def test_a_rank_that_refuses_the_configuration(words: list[str], tmp_path: Path,
 @pytest.mark.parametrize(("word", "said", "launcher"), [
     ("data.sources=[{kind: jsonl, path: FOLDER/rows.jsonl, format: messages}]", "has no column 'messages'", ()),
     ("model.shape.vocab_size=200", "the mask id would be 257", ()),
+    ("model.shape.vocab_size=1000000000", "weights, gradients and optimizer need", ()),
     ("data.tokenizer=FOLDER/bare", "holds no tokenizer", ()),
     ("parallel.nproc=1000", "parallel.nproc=1000: more ranks than blocks", ()),
     ("data.tokenizer=FOLDER/bare", "holds no tokenizer", TORCHRUN)])

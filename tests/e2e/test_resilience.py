@@ -43,7 +43,7 @@ def test_a_run_with_nothing_but_damage_is_never_started_anew(ranks: Any, corpus:
         flip(tmp_path, step)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     for names in (["step-00000002", "step-00000004", "step-00000004.damaged"], ["step-00000004.damaged"]):
-        with pytest.raises(UserError, match="all are damaged"):
+        with pytest.raises(ConfigError, match="are all damaged"):
             ranks(1, train_here, config)
         assert saved(tmp_path) == names and (tmp_path / "metrics.jsonl").read_bytes() == before
         for name in names[:-1]:

@@ -25,6 +25,7 @@ def build(path: Path | None, shape: dict[str, Any]) -> Any:
 
 SIZES = [("hidden_size", -1), ("hidden_size", "wide"), ("hidden_size", True), ("hidden_size", 32.0),
          ("hidden_size", 10**12), ("num_attention_heads", 0), ("num_key_value_heads", 3), ("num_key_value_heads", 0),
+         ("num_hidden_layers", 100_000),
          ("num_hidden_layers", 0), ("vocab_size", 0), ("vocab_size", 10**30), ("intermediate_size", 0),
          ("head_dim", 0), ("layer_types", ["full_attention"]), ("layer_types", ["full_attention", "linear"]),
          ("layer_types", 3), ("text_config", 3)]

@@ -12,6 +12,7 @@ import pytest
 from config_kit import changed, composed
 
 from csbp import __version__
+from csbp.checkpoint.files import Manifest, describe_files
 from csbp.config.schema import RunConfig
 from csbp.config.typed import load_config
 from csbp.errors import ConfigError
@@ -81,6 +82,27 @@ def test_a_run_is_not_overwritten(tmp_path: Path, trace: str) -> None:
     with pytest.raises(ConfigError, match="resume=auto") as caught:
         prepare_run_dir(config(tmp_path))
     assert caught.value.field == "run_dir" and contents(tmp_path) == before
+
+
+def test_a_checkpoint_to_go_on_from_has_its_name_its_manifest_and_its_files(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    for name in ("step-00000008.damaged", "step-9", ".writing-step-00000010", "step-00000012"):
+        (root / name).mkdir(parents=True)
+        write_checkpoint(root / name)
+    (root / "step-00000012" / "manifest.json").unlink()
+    (root / "step-00000013").write_text("")
+    assert holds_run(tmp_path) and not has_checkpoint(tmp_path)  # something to lose, nothing to go on from
+    (root / "step-00000014").mkdir()
+    write_checkpoint(root / "step-00000014")
+    assert has_checkpoint(tmp_path)
+    (root / "step-00000014" / "state.json").unlink()
+    assert not has_checkpoint(tmp_path)
+
+
+def write_checkpoint(folder: Path) -> None:
+    (folder / "state.json").write_text("{}")
+    manifest = Manifest(1, False, describe_files([folder / "state.json"]))
+    (folder / "manifest.json").write_text(manifest.render())
 
 
 def test_resume_in_a_folder_without_a_run_is_a_fresh_start(tmp_path: Path) -> None:
