@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 
 def package_dir(name: str) -> Path:
@@ -55,6 +59,14 @@ def _family(model: Path) -> str:
     """The family that a file of ``conf/model`` names, or ""."""
     match = re.search(r"^family: (\w+)", model.read_text(encoding="utf-8"), re.MULTILINE)
     return match[1] if match else ""
+
+
+def model_of_shape(shape: Mapping[str, Any]) -> str:
+    """The file of ``conf/model`` that a shape comes from, or ""."""
+    for path in sorted((conf_dir() / "model").glob("*.yaml")):
+        if shape and yaml.safe_load(path.read_text(encoding="utf-8")).get("shape") == dict(shape):
+            return path.stem
+    return ""
 
 
 def builtin_models(family: str) -> list[str]:

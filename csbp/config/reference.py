@@ -114,6 +114,9 @@ A run is one experiment file plus what the command line changes:
 - `model.shape` and `columns` are mappings with keys of their own: `model.shape.hidden_size=128` sets one and keeps
   the others, `model.shape={{hidden_size: 128}}` replaces them all. In a file, a mapping joins that of the file it
   starts from.
+- A file of `conf/model` brings a path and, for weights on the hub, their shape, which `csbp plan` goes by. A
+  `model.path` in your file or on the command line takes the place of its path alone. For a folder of your own give
+  `model.path` without `model=NAME`: its config.json has the shape.
 - In files, `${{section.field}}` refers to another setting.
 
 The result, with every field written out, is saved as `config.yaml` in the run folder. What cannot run is refused

@@ -18,7 +18,7 @@ from typing import Any
 
 from csbp.config.fields import Field, fields_of, nearest_name
 from csbp.config.mesh import check_mesh
-from csbp.config.places import builtin_models, families, planned_families, recipes
+from csbp.config.places import builtin_models, families, model_of_shape, planned_families, recipes
 from csbp.config.schema import GenerateConfig, RunConfig
 from csbp.config.sources import STDLIB, check_sources, named_sources
 from csbp.errors import ConfigError
@@ -177,6 +177,10 @@ def _check_model(config: RunConfig) -> None:
                                              "or model.shape={hidden_size: ..., ...}")
     if model.init == "pretrained" and model.shape and (not _HUB_NAME.fullmatch(model.path)
                                                        or Path(model.path).is_dir()):
+        if name := model_of_shape(model.shape):
+            raise ConfigError("model", name, f"brings the path and the shape of weights on the hub, but model.path="
+                              f"{model.path} has a shape of its own; leave out model={name} (in a file: override "
+                              f"/model: {name}), or leave out model.path")
         raise ConfigError("model.shape", dict(model.shape), "pretrained weights have a shape; leave it out, or set "
                                                             "model.init=random")
     if config.data.tokenizer:

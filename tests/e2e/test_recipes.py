@@ -69,14 +69,33 @@ def test_the_recorded_random_start_is_shown_only_where_it_holds() -> None:
         assert other.observe.random_start_for != comparison_digest(other)
 
 
-def test_the_readme_example_is_valid(tmp_path: Path) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    (example,) = re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)
+def example(page: str) -> str:
+    """The one whole configuration that a page shows."""
+    text = (Path(__file__).parents[2] / page).read_text()
+    (found,) = re.findall(r"```yaml\n(# @package _global_\n.*?)```", text, re.DOTALL)
+    return found
+
+
+def test_the_documented_chat_run_is_valid(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "chats.jsonl").write_text("{}\n")
-    example = example.replace("/models/Qwen3-0.6B", str(tmp_path / "model"))
-    (tmp_path / "my.yaml").write_text(example.replace("chats.jsonl", str(tmp_path / "chats.jsonl")))
-    validate_run(compose_run([f"experiment={tmp_path / 'my.yaml'}"]))
+    text = example("docs/data.md").replace("/models/Qwen3-0.6B", str(tmp_path / "model"))
+    (tmp_path / "my_chats.yaml").write_text(text.replace("chats.jsonl", str(tmp_path / "chats.jsonl")))
+    config = compose_run([f"experiment={tmp_path / 'my_chats.yaml'}"])
+    validate_run(config)
+    assert config.data.sources[0].format == "messages"
+
+
+def test_the_readme_example_trains_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text(example("README.md"))
+    (tmp_path / "csbp").symlink_to(Path(__file__).parents[2] / "csbp")
+    run = tmp_path / "run"
+    subprocess.run([str(Path(sys.executable).parent / "csbp"), "train", "experiment=my.yaml", f"run_dir={run}",
+                    "train.steps=2", f"data.cache_dir={tmp_path / 'cache'}", "observe=quiet"], cwd=tmp_path, check=True,
+                   timeout=100)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 2 and summary["eval_loss_after"] < summary["eval_loss_before"]
+    assert (run / "export" / "model.safetensors").exists() and not (run / "loss.png").exists()
 
 
 def test_the_shipped_model_is_small_and_loads() -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from config_kit import changed, composed
 
+from csbp.config.compose import compose_run
 from csbp.config.fields import Field, fields_of
+from csbp.config.places import model_of_shape
 from csbp.config.schema import GenerateConfig, RunConfig, SourceConfig
 from csbp.config.validate import check_bounds, validate_generate, validate_run
 from csbp.errors import ConfigError
@@ -117,6 +119,19 @@ def test_a_bad_combination_names_field_and_fix(folder: Path, words: tuple[str, .
                                                field: str, said: str) -> None:
     error = refused(folder, words, values)
     assert error.field == field and said in error.fix
+
+
+def test_a_shape_that_a_file_brought_is_called_by_the_files_name(folder: Path, tmp_path: Path) -> None:
+    own = tmp_path / "my.yaml"
+    own.write_text(f"defaults: [quickstart]\nmodel: {{path: {folder}}}\n")
+    for words in (("experiment=" + str(own), "model=qwen3_0_6b"),
+                  ("experiment=quickstart", "model=qwen3_0_6b", f"model.path={folder}")):
+        with pytest.raises(ConfigError) as caught:
+            validate_run(compose_run(words))
+        assert (caught.value.field, caught.value.value) == ("model", "qwen3_0_6b")
+        assert f"model.path={folder} has a shape of its own; leave out model=qwen3_0_6b" in caught.value.fix
+    validate_run(compose_run(("experiment=" + str(own),)))
+    assert model_of_shape({}) == "" and model_of_shape({"hidden_size": 8}) == ""
 
 
 def test_a_tracker_must_be_installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
