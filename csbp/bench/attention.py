@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from csbp.attention.core import BACKENDS
-from csbp.bench.cases import attention_cases
+from csbp.bench.cases import attention_cases, cpu_seconds, refuse_endless
 from csbp.bench.causal import causal_tflops
 from csbp.bench.check import DTYPES
 from csbp.bench.kernels import measure_backend, plan_job
@@ -43,8 +43,11 @@ def run_attention(words: Sequence[str], *, json_only: bool = False, out: str = "
     """
     world = started_ranks() or 1
     with met_by_all():
-        cases = attention_cases(words, world)
+        cases = attention_cases(words, world, torch.cuda.is_available())
         check_out(out)
+        for case in cases:
+            if not torch.cuda.is_available():
+                refuse_endless(case, world)
     parallel = ParallelConfig(nproc=world, device=cases[0].device, threads=cases[0].threads)
     runtime = start_runtime(parallel, Path)
     with met_by_all():
@@ -94,9 +97,15 @@ def measure_pack(runtime: Runtime, case: BenchAttentionConfig, length: int, back
     causal = causal_tflops(runtime, case, length) if case.causal else None
     found: dict[str, dict[str, Any]] = {}
     for name in backends:
-        report.progress(f"{case.name}, {short_length(length)}, {name}")
+        label = f"{case.name}, {short_length(length)}, {name}"
+        on_cpu = runtime.device.type == "cpu"
+        report.progress(label + (f": at least {cpu_seconds(case, job.pairs):,.0f} s" if on_cpu else ""))
+
+        def tell(said: str, label: str = label) -> None:
+            report.progress(f"{label}: {said}")
+
         try:
-            found[name] = measure_backend(runtime, job, name)
+            found[name] = measure_backend(runtime, job, name, tell)
         except Exception as error:  # a kernel that cannot be built says so in its own way; the others still count
             if runtime.world > 1:
                 raise  # the other ranks may be waiting for this one

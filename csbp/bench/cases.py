@@ -7,15 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
-from csbp.bench.packs import document_lengths
+from csbp.bench.packs import document_lengths, geometry_of
 from csbp.bench.presets import key_of, rows, split_settings
 from csbp.config.bench import BenchAttentionConfig, BenchStepConfig
 from csbp.config.compose import compose_flat, compose_run
 from csbp.config.schema import MAX_ROWS, RunConfig
 from csbp.config.validate import check_bounds, validate_synthetic
 from csbp.errors import ConfigError
+from csbp.plan.counts import attended_pairs
+from csbp.plan.estimate import DEVICES
+from csbp.plan.shapes import BACKWARD_PAIRS
 
 DEFAULT = "default"
+FEWEST = 3  # timed runs from which a median and a spread still say something
+_ENDLESS_SECONDS = 1200.0
 T = TypeVar("T")
 
 
@@ -32,13 +37,18 @@ class StepCase:
     runs: dict[str, RunConfig]
 
 
-def attention_cases(words: Sequence[str], world: int) -> list[BenchAttentionConfig]:
-    """What ``csbp bench attention`` measures on ``world`` ranks: one configuration, or the rows of a preset.
+def attention_cases(words: Sequence[str], world: int, gpu: bool = True) -> list[BenchAttentionConfig]:
+    """What ``csbp bench attention`` measures on ``world`` ranks: one configuration, or the rows of a preset, with
+    lengths and dtype that suit the device.
+
+    Args:
+        gpu: there is one.
 
     Raises:
         ConfigError: a setting that cannot be measured.
     """
     found = [compose_flat("bench_attention", BenchAttentionConfig, row) for row in rows(words, "attention")]
+    found = [_suited(case, gpu and case.device != "cpu") for case in found]
     for case in found:
         _check_attention(case)
     found = _for_ranks(found, [case.ranks for case in found], world)
@@ -62,9 +72,39 @@ def _for_ranks(cases: list[T], wanted: list[int | None], world: int) -> list[T]:
     return kept
 
 
+def _suited(case: BenchAttentionConfig, gpu: bool) -> BenchAttentionConfig:
+    dtype = case.dtype if case.dtype != "auto" else "bfloat16" if gpu else "float32"
+    return replace(case, dtype=dtype, lengths=case.lengths or ([32768, 65536] if gpu else [512, 1024]))
+
+
+def cpu_seconds(case: BenchAttentionConfig, pairs: float) -> float:
+    """What one row's fewest runs take at least on a CPU.
+
+    Args:
+        pairs: attended pairs of what one rank has to do.
+    """
+    flops = 4.0 * (1 + BACKWARD_PAIRS) * case.heads * case.head_dim * pairs
+    return (case.warmup + FEWEST) * flops / DEVICES["cpu"].attention
+
+
+def refuse_endless(case: BenchAttentionConfig, world: int) -> None:
+    """Refuse sizes for a GPU on a CPU that nobody has asked for by name.
+
+    Raises:
+        ConfigError: a row would take too long.
+    """
+    for length in case.lengths:
+        pairs = attended_pairs(*geometry_of(case, length)) / (world if case.kind != "data" else 1)
+        seconds = cpu_seconds(case, pairs)
+        if case.device != "cpu" and seconds > _ENDLESS_SECONDS:
+            raise ConfigError("lengths", list(case.lengths), f"there is no GPU here, and on a CPU {length:,} tokens "
+                              f"take at least {seconds / 3600:.1f} hours; use lengths=[1024], or device=cpu if that is "
+                              "what you want")
+
+
 def _check_attention(case: BenchAttentionConfig) -> None:
     check_bounds(case)
-    if not case.lengths or not all(0 < length <= MAX_ROWS for length in case.lengths):
+    if not all(0 < length <= MAX_ROWS for length in case.lengths):
         raise ConfigError("lengths", list(case.lengths), f"must be whole numbers from 1 to {MAX_ROWS:,}, as in "
                                                          "[32768, 65536]")
     if case.heads % case.kv_heads:

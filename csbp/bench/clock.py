@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from csbp.bench.cases import FEWEST
 from csbp.parallel.runtime import Runtime
-
-FEWEST = 3  # runs from which a median and a spread still say something
 
 
 @dataclass(frozen=True)

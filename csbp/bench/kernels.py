@@ -61,8 +61,12 @@ def plan_job(case: BenchAttentionConfig, length: int, world: int, rank: int) -> 
     return Job(case, geometry, kind, ranks, plan, attended_pairs(geometry, kind) / ranks, held)
 
 
-def measure_backend(runtime: Runtime, job: Job, name: str) -> dict[str, Any]:
-    """The numbers of one row, equal on every rank; {"error": ...} for a kernel that is wrong. Collective."""
+def measure_backend(runtime: Runtime, job: Job, name: str, tell: Callable[[str], None]) -> dict[str, Any]:
+    """The numbers of one row, equal on every rank; {"error": ...} for a kernel that is wrong. Collective.
+
+    Args:
+        tell: gets what is being done.
+    """
     case = job.case
     transport: Transport = runtime.transport if job.ranks > 1 else LocalTransport()
     plan = BoundPlan(job.plan, transport, runtime.device, name)
@@ -72,6 +76,7 @@ def measure_backend(runtime: Runtime, job: Job, name: str) -> dict[str, Any]:
     worst = max(found.values(), key=lambda error: (error != error, error))
     if not worst <= LIMITS[case.dtype]:
         return {**row, "error": f"wrong by {worst:.1e}, at most {LIMITS[case.dtype]:g} is rounding; not timed"}
+    tell(f"right within {worst:.1e}; timing")
     parts, peak = _time(runtime, job, launch)
     forward, backward, both = (spread(x) for x in (parts[:, 0], parts[:, 1], parts.sum(1)))
     flops = 4.0 * case.heads * case.head_dim * job.pairs
@@ -86,6 +91,7 @@ def measure_backend(runtime: Runtime, job: Job, name: str) -> dict[str, Any]:
             "gib_received": float(everyone.max()) / GIB}
     if plan.kinds[job.kind.name].travels:
         still = BoundPlan(job.plan, ResidentTransport(transport.rank, transport.world), runtime.device, name)
+        tell("timing without the exchange")
         alone, _ = _time(runtime, job, launcher(still, job, name))
         exposed = both.median - spread(alone.sum(1)).median
         row |= {"exposed_comm_ms": exposed, "exposed_comm_fraction": exposed / both.median}

@@ -15,7 +15,8 @@ class BenchAttentionConfig:
     only: str = option("", "in a preset: measure only rows whose name contains this")
     name: str = option("", "what the rows are called; empty: made from the settings")
     ranks: int | None = option(None, "in a preset: measure only on so many ranks; null: on any number", low=1)
-    lengths: list[int] = option([32768, 65536], "clean tokens of a pack; each noised once: twice as many rows")
+    lengths: list[int] = option([], "clean tokens of a pack; each noised once: twice as many rows. Empty: "
+                                "[32768, 65536] on a GPU, [512, 1024] on a CPU")
     documents: str = option("one", "one: a pack is one document; packed: one of longest tokens, the rest lognormal; "
                             "else a file with the tokens of one document a line, taken in turn until the pack is full")
     median: int = option(2048, "documents=packed: median of the lognormal lengths", low=1, high=MAX_ROWS)
@@ -29,7 +30,8 @@ class BenchAttentionConfig:
     heads: int = option(32, "query heads", low=1, high=4096)
     kv_heads: int = option(8, "key/value heads; must divide heads", low=1, high=4096)
     head_dim: int = option(128, "numbers of a head", low=1, high=4096)
-    dtype: str = option("bfloat16", "of queries, keys and values", choices=("bfloat16", "float32"))
+    dtype: str = option("auto", "of queries, keys and values; auto: bfloat16 on a GPU, float32 on a CPU",
+                        choices=("auto", "bfloat16", "float32"))
     kind: str = option("csbp", "how several ranks share a pack; data: a pack each",
                        choices=("csbp", "context", "block", "data"))
     exchange: str = option("exact", "keys that a rank receives: just those its rows see, or all of them",

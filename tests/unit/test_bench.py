@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,6 +69,19 @@ def test_rows_say_what_was_computed(capsys: pytest.CaptureFixture[str], words: l
         assert row["versions"]["torch"] == torch.__version__ and row["command"].startswith("csbp bench attention")
 
 
+def test_sizes_suit_the_device(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, gpu, lengths, dtype in ((["device=auto"], True, [32768, 65536], "bfloat16"),
+                                       (["device=auto"], False, [512, 1024], "float32"),
+                                       (["device=cpu"], True, [512, 1024], "float32"),
+                                       (["lengths=[24]", "dtype=bfloat16"], False, [24], "bfloat16")):
+        [case] = attention_cases(words, 1, gpu)
+        assert (case.lengths, case.dtype) == (lengths, dtype)
+    code, out, err = answer(capsys, "attention", *SMALL, "lengths=[24]", "device=cpu")
+    assert code == 0 and "24" in out
+    first, second = err.splitlines()
+    assert first.endswith("24, reference: at least 0 s") and re.search(r"reference: right within \d.*; timing$", second)
+
+
 def test_backends_are_compared_with_flex(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("flash", "flex"):
         monkeypatch.setitem(core.BACKENDS, name, reference)
@@ -129,7 +143,8 @@ def test_a_wrong_kernel_is_never_timed(capsys: pytest.CaptureFixture[str], monke
 
 @pytest.mark.parametrize(("words", "said"), [
     (["attentoin"], "did you mean attention?"), ([], "bench: say what to measure: attention, step"),
-    (["attention", "lengths=[]"], "lengths=[]"), (["attention", "lengths=[0]"], "lengths=[0]"),
+    (["attention", "lengths=[0]"], "lengths=[0]"), (["attention", "lengths=[64, 65536]"], "or device=cpu if that is"),
+    (["attention", "preset=h200"], "there is no GPU here, and on a CPU 32,768 tokens take at least"),
     (["attention", "kv_heads=3"], "kv_heads=3: must divide heads=32"),
     (["attention", "lenghts=[3]"], "did you mean lengths?"),
     (["attention", "window=8"], "window=8: smaller than a block"),
@@ -153,6 +168,8 @@ def test_a_wrong_kernel_is_never_timed(capsys: pytest.CaptureFixture[str], monke
     (["step", *STEP, "variants=['a: \"b']"], "no closing quotation")])
 def test_refusals(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     code, out, err = answer(capsys, *words)
+    if torch.cuda.is_available() and "device=cpu" in said + " ".join(words) + "no GPU":
+        pytest.skip("there is a GPU")
     assert code == 2 and said in err and not out and "measuring" not in err, err
 
 
