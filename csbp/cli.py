@@ -126,6 +126,9 @@ def _check(arguments: argparse.Namespace) -> int:
 
     config = compose_run(arguments.settings)
     validate_run(config)
+    from csbp.data.first import check_first_records
+
+    check_first_records(config)
     from csbp.check import run_check
 
     return run_check(config, arguments.settings)

@@ -13,6 +13,7 @@ from pathlib import Path
 from csbp.cli import guarded
 from csbp.config.schema import RunConfig
 from csbp.config.typed import load_config
+from csbp.data.first import check_first_records
 from csbp.lifeline import leave_with_launcher
 from csbp.output import outlast_output
 
@@ -51,7 +52,8 @@ def main() -> None:
     config = load_config(Path(sys.argv[1]))
 
     def run() -> int:
-        check_devices(config)  # first: the rest has much more to import
+        check_first_records(config)  # in the order of what has to be imported
+        check_devices(config)
         prepare_run(config)
         return 0
 

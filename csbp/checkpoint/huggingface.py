@@ -6,6 +6,7 @@ whose config.json also says what a sampler must know. It appears by one rename, 
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,7 @@ from csbp.checkpoint.card import render_card
 from csbp.checkpoint.files import sync, write_json, write_text
 from csbp.checkpoint.target import FAMILY_KEY, NOT_OURS, may_export_to
 from csbp.checkpoint.tensors import plain_name
+from csbp.data.tokenizer import special_ids
 from csbp.errors import UserError, writing
 
 if TYPE_CHECKING:
@@ -98,10 +100,20 @@ def write_model_files(model: nn.Module, adapter: ModelAdapter, tokenizer: Any, f
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", config)
-        tokenizer.save_pretrained(folder)
+        _with_mask(tokenizer, diffusion.get("mask_token_id")).save_pretrained(folder)
         if generation is not None:
             generation.save_pretrained(folder)
     return config
+
+
+def _with_mask(tokenizer: Any, mask: int | None) -> Any:
+    """The tokenizer with [MASK] named, where it is one of its reserved tokens. An id past its last stays in config.json
+    alone: no text has it, and a token for it could be written in one."""
+    if mask is None or mask not in special_ids(tokenizer) or tokenizer.mask_token_id == mask:
+        return tokenizer
+    named = copy.deepcopy(tokenizer)  # the run's own goes on as it is: its corpora are kept by what it says
+    named.mask_token = tokenizer.convert_ids_to_tokens(mask)
+    return named
 
 
 def full_weights(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:

@@ -180,7 +180,7 @@ def _check_model(config: RunConfig) -> None:
         if name := model_of_shape(model.shape):
             raise ConfigError("model", name, f"brings the path and the shape of weights on the hub, but model.path="
                               f"{model.path} has a shape of its own; leave out model={name} (in a file: override "
-                              f"/model: {name}), or leave out model.path")
+                              f"/model: {name}), or set model.path to those weights")
         raise ConfigError("model.shape", dict(model.shape), "pretrained weights have a shape; leave it out, or set "
                                                             "model.init=random")
     if config.data.tokenizer:

@@ -21,6 +21,12 @@ _BATCH_CHARACTERS = 1 << 20  # texts tokenized in one call, which runs on all co
 EMPTY = "an empty document"
 
 
+def no_chat_template(field: str) -> ConfigError:
+    """For a source of chats, by its dotted name."""
+    return ConfigError(f"{field}.format", "messages", "this tokenizer has no chat template; use a chat model's "
+                       "tokenizer (data.tokenizer) or a source with format=text or prompt_completion")
+
+
 class Encoder:
     """Turns records into samples with one tokenizer.
 
@@ -87,8 +93,7 @@ class Encoder:
 
     def _chat(self, record: Record, field: str) -> list[Sample]:
         if not self.tokenizer.chat_template:
-            raise ConfigError(f"{field}.format", "messages", "this tokenizer has no chat template; use a chat model's "
-                              "tokenizer (data.tokenizer) or a source with format=text or prompt_completion")
+            raise no_chat_template(field)
         messages: Any = record.messages
         if messages is None:
             assert record.pair is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from pathlib import Path
@@ -63,6 +64,20 @@ def test_stock_transformers_reads_it_with_equal_logits(tmp_path, tokenizer, tied
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {key: config[key] for key in DIFFUSION} == DIFFUSION == read_diffusion(tmp_path / "out")
     assert config["architectures"] == ["Qwen3ForCausalLM"] and config["dtype"] == "float32"
+
+
+def test_a_reserved_token_is_exported_as_the_mask_and_a_free_id_is_not(tmp_path, tokenizer):
+    from transformers import AddedToken, AutoTokenizer
+
+    reserved = copy.deepcopy(tokenizer)
+    reserved.add_tokens([AddedToken("<reserved_7>", special=True)])
+    mask = reserved.convert_tokens_to_ids("<reserved_7>")
+    for name, used, index in (("reserved", reserved, mask), ("free", reserved, 60), ("plain", reserved, 3)):
+        write_model_files(build(), get_adapter("qwen3"), used, tmp_path / name, {**DIFFUSION, "mask_token_id": index})
+        read = AutoTokenizer.from_pretrained(tmp_path / name)
+        assert (read.mask_token, read.mask_token_id) == (("<reserved_7>", mask) if name == "reserved" else (None, None))
+        assert read("a bc")["input_ids"] == [1, 27, 2, 3] and len(read) == len(reserved)
+    assert reserved.mask_token is None
 
 
 def test_large_models_are_split_and_tied_weights_written_once(tmp_path, tokenizer):
