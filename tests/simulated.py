@@ -71,7 +71,7 @@ def step_on_threads(world: int, packs: Sequence[PackedBatch], how: Noising, sche
         return SimulatedShare(
             result.loss, result.terms, result.supervised, grads, [held_rows(one) for one in works], logits,
             sum(len(one.batch.loss_rows) for one in works), sent_rows, sent_bytes,
-            planned_rows(works, len(adapter.units(own))),
+            planned_rows(works, len(adapter.units(own))), result.grad_norm,
             [np.concatenate([rows.answers, rows.noised >= 0]) for rows in plans])
 
     with exact_norms():  # patches the class, so once for all threads

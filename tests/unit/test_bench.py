@@ -173,6 +173,7 @@ def test_refusals(capsys: pytest.CaptureFixture[str], words: list[str], said: st
     assert code == 2 and said in err and not out and "measuring" not in err, err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_shipped_presets_can_be_read(ranks: int) -> None:
     cases = attention_cases(["preset=h200", "repeats=7"], ranks)
