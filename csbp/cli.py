@@ -17,7 +17,7 @@ from csbp.config.bench import BenchAttentionConfig, BenchStepConfig
 from csbp.config.fields import nearest_name
 from csbp.config.schema import GenerateConfig
 from csbp.errors import ConfigError, UserError, met_by_all
-from csbp.output import outlast_output, until_closed
+from csbp.output import called_as, outlast_output, until_closed
 from csbp.usage import run_settings, settings_of
 
 
@@ -50,7 +50,7 @@ def _unknown_option(word: str, command: str | None) -> tuple[str, str]:
     name, equals, value = word.lstrip("-").partition("=")
     if command and re.fullmatch(r"\w+(\.\w+)+", name) or equals:
         return word, f"write {name}={value if equals else 'VALUE'}; settings have no dashes"
-    return word, f"no such option; see {' '.join(['csbp', *([command] if command else [])])} --help"
+    return word, f"no such option; see {' '.join([called_as(), *([command] if command else [])])} --help"
 
 
 def guarded(call: Callable[[], int]) -> int:

@@ -16,7 +16,7 @@ from csbp.config.schema import RunConfig
 from csbp.config.typed import save_config
 from csbp.config.validate import validate_run
 from csbp.errors import ConfigError, met_by_all
-from csbp.output import called_as
+from csbp.output import called_as, script
 from csbp.rundir import CONFIG, claim_run_dir, has_checkpoint, record_start
 from csbp.supervise import Outcome, RankCommand, supervise
 
@@ -102,7 +102,7 @@ def refuse_lone_process(config: RunConfig) -> None:
         raise ConfigError("parallel.nproc", nproc,
                           "accelerate launch has started one process only (on the CPU it does so whatever "
                           "--num_processes says); run csbp train by itself, which starts its own ranks, or use "
-                          f"torchrun --nproc-per-node {max(nproc, 2)} $(which csbp) train ...")
+                          f"torchrun --nproc-per-node {max(nproc, 2)} {script()} train ...")
 
 
 def _under_accelerate() -> bool:

@@ -26,6 +26,12 @@ def called_as() -> str:
     return "csbp" if found and os.path.abspath(found) == os.path.abspath(path) else path
 
 
+def script() -> str:
+    """The csbp script as torchrun wants it, by its path."""
+    name = called_as()
+    return "$(which csbp)" if name == "csbp" else name
+
+
 class Lasting:
     """A text stream for which writing never fails: once it does, what comes after is dropped, at its descriptor too,
     so that neither a library below nor the interpreter's last flush meets the error again."""

@@ -14,6 +14,7 @@ from csbp.config.compose import compose_flat, compose_run
 from csbp.config.schema import MAX_ROWS, RunConfig
 from csbp.config.validate import check_bounds, validate_synthetic
 from csbp.errors import ConfigError
+from csbp.output import script
 from csbp.plan.counts import attended_pairs
 from csbp.plan.estimate import DEVICES
 from csbp.plan.shapes import BACKWARD_PAIRS
@@ -68,7 +69,7 @@ def _for_ranks(cases: list[T], wanted: list[int | None], world: int) -> list[T]:
     kept = [case for case, ranks in zip(cases, wanted, strict=True) if ranks in (None, world)]
     if not kept:
         raise ConfigError("ranks", wanted[0], f"{world} rank(s) were started; start {wanted[0]}: torchrun "
-                                              f"--nproc-per-node {wanted[0]} $(which csbp) bench ...")
+                                              f"--nproc-per-node {wanted[0]} {script()} bench ...")
     return kept
 
 
@@ -142,7 +143,7 @@ def step_cases(words: Sequence[str], world: int) -> list[StepCase]:
     for nproc in (config.parallel.nproc for config in runs):
         if nproc != world:
             raise ConfigError("parallel.nproc", nproc, f"{world} rank(s) were started; leave it out, or start {nproc}: "
-                                                       f"torchrun --nproc-per-node {nproc} $(which csbp) bench ...")
+                                                       f"torchrun --nproc-per-node {nproc} {script()} bench ...")
     for section, name in (("parallel", "device"), ("parallel", "threads"), ("train", "deterministic")):
         values = [getattr(getattr(config, section), name) for config in runs]
         if len(set(values)) > 1:

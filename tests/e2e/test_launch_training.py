@@ -115,6 +115,17 @@ def test_a_run_with_nothing_but_damage_is_not_to_go_on(words: list[str], tmp_pat
     assert again.returncode == 2 and "its checkpoints are all damaged" in errors and "go on with" not in errors, errors
 
 
+def test_a_finished_run_says_that_nothing_is_left(words: list[str], tmp_path: Path) -> None:
+    for steps, code, said in ((3, 0, ""), (3, 0, "already at step 3 of 3; nothing to train"),
+                              (2, 2, "csbp: train.steps=2: ")):
+        run = start([*words, f"run_dir={tmp_path}", "resume=auto", f"train.steps={steps}", "observe.progress=lines"])
+        output, errors = run.communicate()
+        assert run.returncode == code, errors
+        assert said in output + errors and ("nothing to train" in output + errors) == bool(said)
+        assert ("Held-out loss" in output) == (code == 0)  # reported again
+    assert len(losses(tmp_path)) == 3
+
+
 @pytest.mark.parametrize("redirect", ["| head -1", "2>&1 | true", ">&- 2>&-", "> /dev/full"])
 def test_a_run_goes_on_when_nobody_listens(words: list[str], tmp_path: Path, redirect: str) -> None:
     settings = [*words, f"run_dir={tmp_path / 'run'}", "train.steps=4", "observe.progress=lines", "train.eval_every=1"]

@@ -13,7 +13,7 @@ from csbp.cli import guarded, main
 from csbp.config.compose import compose_run
 from csbp.config.places import experiments, planned_families
 from csbp.errors import ConfigError, UserError
-from csbp.output import called_as
+from csbp.output import called_as, script
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, str]:
@@ -131,7 +131,7 @@ def test_the_command_is_named_as_it_was_called(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(sys, "argv", [called, "train"])
     for path, expected in (("one", "csbp"), ("two", called), ("none", called)):
         monkeypatch.setenv("PATH", str(tmp_path / path))
-        assert called_as() == expected
+        assert called_as() == expected and script() == ("$(which csbp)" if expected == "csbp" else called)
     monkeypatch.setattr(sys, "argv", ["/x/pytest"])
     assert called_as() == "csbp"
 
