@@ -59,7 +59,7 @@ def guarded(call: Callable[[], int]) -> int:
         return call()
     except UserError as error:
         rank = os.environ.get("RANK", "0")
-        if not error.shared or "0" in (rank, os.environ.get("LOCAL_RANK", rank)):  # torchrun's ranks share a terminal
+        if not error.shared or "0" in (rank, os.environ.get("LOCAL_RANK", "0")):  # torchrun's ranks share a terminal
             print(f"csbp: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:

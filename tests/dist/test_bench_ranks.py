@@ -51,7 +51,8 @@ def moved(kind: str, exchange: str) -> tuple[int, int]:
     return sum(transport.sent_bytes.values()), received_bytes(job, 4)
 
 
-@pytest.mark.parametrize("kind", ["csbp", "context", "block", "data"])
+@pytest.mark.parametrize("kind", ["csbp", *(pytest.param(kind, marks=pytest.mark.slow)
+                                             for kind in ("context", "block", "data"))])
 def test_attention_in_every_scheme(ranks: Callable[..., list[Any]], tmp_path: Path, kind: str) -> None:
     out = tmp_path / "rows.json"
     assert ranks(2, bench, "attention", [*ATTENTION, f"kind={kind}"], str(out)) == [0, 0]
@@ -75,6 +76,7 @@ def test_bytes_are_those_that_travel(ranks: Callable[..., list[Any]], kind: str,
     assert sum(sent) == sum(received) and (sum(sent) > 0) == (kind != "data")
 
 
+@pytest.mark.slow
 def test_steps_in_every_scheme(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     variants = "variants=[default, 'parallel.kind=context', 'parallel.kind=block', " \

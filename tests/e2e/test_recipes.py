@@ -86,6 +86,7 @@ def test_the_documented_chat_run_is_valid(tmp_path: Path) -> None:
     assert config.data.sources[0].format == "messages"
 
 
+@pytest.mark.slow
 def test_the_readme_example_trains_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text(example("README.md"))
     (tmp_path / "csbp").symlink_to(Path(__file__).parents[2] / "csbp")
