@@ -51,6 +51,7 @@ def moved(kind: str, exchange: str) -> tuple[int, int]:
     return sum(transport.sent_bytes.values()), received_bytes(job, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["csbp", *(pytest.param(kind, marks=pytest.mark.slow)
                                              for kind in ("context", "block", "data"))])
 def test_attention_in_every_scheme(ranks: Callable[..., list[Any]], tmp_path: Path, kind: str) -> None:

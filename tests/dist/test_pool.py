@@ -102,12 +102,14 @@ def test_death_is_reported_and_the_pool_goes_on(ranks):
     assert len(ranks(3, total_of_ranks, 1.0)) == 3
 
 
+@pytest.mark.slow
 def test_hang_ends_with_the_stacks_of_every_stuck_rank(ranks):
     with pytest.raises(RankError, match=r"(?s)ranks \[0, 1\] of 2.*rank 0.*barrier.*rank 1.*wait_for_nobody"):
         ranks(2, wait_for_nobody, timeout=1)
     assert len(ranks(2, total_of_ranks, 1.0)) == 2
 
 
+@pytest.mark.slow
 def test_one_collective_too_many_fails(ranks):
     with pytest.raises((RankError, RuntimeError)):
         ranks(2, collective_too_many, timeout=1)

@@ -58,6 +58,7 @@ def meet(world: int, work: Callable[[int], str]) -> list[Any]:
         return list(ranks.map(one, range(world)))
 
 
+@pytest.mark.slow
 def test_rank_0_goes_first_however_long_it_takes(meeting: None) -> None:
     done = []
 
@@ -71,6 +72,7 @@ def test_rank_0_goes_first_however_long_it_takes(meeting: None) -> None:
     assert done[0] == 0 and sorted(done) == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_nobody_goes_on_before_all_are_ready(meeting: None) -> None:
     done, kept = [], []
 

@@ -89,6 +89,7 @@ def poisoned(config: Any, first: int, last: int, stop_at: int = -1) -> int:
     return train_here(config, disturb)
 
 
+@pytest.mark.slow
 def test_no_checkpoint_is_given_up_for_one_of_skipped_updates(ranks: Any, corpus: Path, tmp_path: Path) -> None:
     config = tiny_run(corpus, tmp_path, train={"steps": 9, "nonfinite_limit": 4},
                       checkpoint={"every": 1, "keep": 1})
@@ -148,6 +149,7 @@ def stopped_in_evaluation(config: Any, rank: int, evaluation: int) -> tuple[int,
     return train_here(config, disturb), seen
 
 
+@pytest.mark.slow
 def test_a_stop_in_the_first_evaluation_saves_nothing(ranks: Any, corpus: Path, tmp_path: Path) -> None:
     config = tiny_run(corpus, tmp_path, train={"steps": 2, "eval_packs": 3})
     assert ranks(2, stopped_in_evaluation, config, 1, 1) == [(1, [1])] * 2
@@ -155,6 +157,7 @@ def test_a_stop_in_the_first_evaluation_saves_nothing(ranks: Any, corpus: Path, 
     assert ranks(2, train_here, config) == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("evaluation", [2, 4])
 def test_an_evaluation_that_a_stop_cut_short_is_made_up_for(ranks: Any, corpus: Path, tmp_path: Path,
                                                             evaluation: int) -> None:

@@ -40,6 +40,7 @@ def model_flops(run: Path) -> list[float]:
     return [row["model_flops_per_second"] * row["clean_tokens"] / row["tokens_per_second"] for row in steps_of(run)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "parallel"), TOPOLOGIES)
 def test_losses_do_not_depend_on_the_topology(ranks: Any, corpus: Path, tmp_path: Path, one_rank: Path,
                                               world: int, parallel: dict[str, Any]) -> None:
@@ -143,6 +144,7 @@ KEEPING = [{"checkpointing": "attention"}, pytest.param({"checkpointing": "full"
            pytest.param({"checkpointing": "attention", "offload": True}, marks=slow)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", KEEPING)
 def test_what_is_kept_for_the_backward_changes_no_bit(ranks: Any, corpus: Path, tmp_path: Path,
                                                       parallel: dict[str, Any]) -> None:
@@ -161,6 +163,7 @@ def keys_sent(config: Any) -> int:
     return int(transports[0].sent_rows["keys"])
 
 
+@pytest.mark.slow
 def test_attention_is_recomputed_only_where_asked(ranks: Any, corpus: Path, tmp_path: Path) -> None:
     """Keys travel once for each time attention runs, and once for its backward."""
     sent = {}
@@ -187,6 +190,7 @@ OBJECTIVES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_objective_learns_and_agrees_on_two_ranks(ranks: Any, corpus: Path, tmp_path: Path,
                                                         objective: dict[str, Any]) -> None:

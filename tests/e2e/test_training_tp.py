@@ -62,6 +62,7 @@ MOVES = [(2, {"tp": 2}, 2, {}), pytest.param(2, {}, 2, {"tp": 2}, marks=slow),
          pytest.param(3, {}, 4, {"tp": 2, "csbp": 1, "dp_replicate": 2}, marks=slow)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "before", "second", "after"), MOVES)
 def test_a_run_goes_on_with_another_tp(ranks: Any, corpus: Path, tmp_path: Path, one_rank: Path, first: int,
                                        before: dict[str, Any], second: int, after: dict[str, Any]) -> None:

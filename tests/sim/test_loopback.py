@@ -130,6 +130,7 @@ def test_a_collective_is_no_exchange() -> None:
     fails_in_threads(work, LoopbackError, "a gathering of 'a sum'")
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes() -> None:
     release = threading.Event()
 

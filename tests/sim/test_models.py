@@ -69,6 +69,7 @@ def test_a_step_on_simulated_ranks_is_the_oracles(case: str, world: int, scheme:
                                                              and scheme == "csbp") else total > 0
 
 
+@pytest.mark.slow
 def test_the_schemes_differ_in_what_they_move_and_compute() -> None:
     case = PACKS["odd lengths"]
     shares = {way: step_on_threads(4, *case, *way) for way in WAYS}

@@ -141,6 +141,7 @@ def test_a_wrong_kernel_is_never_timed(capsys: pytest.CaptureFixture[str], monke
     assert [row["backend"] for row in read_rows(out)] == ["reference"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "said"), [
     (["attentoin"], "did you mean attention?"), ([], "bench: say what to measure: attention, step"),
     (["attention", "lengths=[0]"], "lengths=[0]"), (["attention", "lengths=[64, 65536]"], "or device=cpu if that is"),
@@ -237,6 +238,7 @@ def test_a_resident_transport_answers_with_rows_of_the_right_shape() -> None:
     assert transport.sent_rows == {"keys": 8}
 
 
+@pytest.mark.slow
 def test_variants_of_a_step_side_by_side(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "lengths"
     file.write_text("20\n17\n11\n")

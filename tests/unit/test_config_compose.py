@@ -27,6 +27,7 @@ def test_every_experiment_composes_and_is_described(name: str) -> None:
     assert experiments()[name]
 
 
+@pytest.mark.slow
 def test_every_choice_of_every_group_composes() -> None:
     groups = [folder.name for folder in sorted(conf_dir().iterdir()) if choices(folder.name)]
     groups = [group for group in groups if group not in ("experiment", "bench")]  # presets of csbp bench

@@ -23,7 +23,7 @@ plain = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow
                      lambda inner: st.lists(inner, max_size=3) | st.dictionaries(hard_text, inner, max_size=3))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(hard_text.filter(lambda text: text != "???"), st.dictionaries(hard_text, plain, max_size=3),
        st.floats(0, 1e300), st.none() | st.floats(0, 1e9))
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, text: str, shape: dict, lr: float, weight: float) -> None:

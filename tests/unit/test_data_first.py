@@ -37,6 +37,7 @@ def test_one_record_tells(tmp_path: Path, line: str | None, format: str, templat
     assert said in done.stdout and bool(said) == bool(done.stdout), done.stdout
 
 
+@pytest.mark.slow
 def test_check_and_train_look_first(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"content": "x"}\n')
     for command in ("check", "train"):

@@ -99,6 +99,7 @@ def test_shifted_blocks_of_one_are_the_next_token_loss():
     assert abs(torch.cat(nats).mean().item() - ar.item()) <= 1e-10
 
 
+@pytest.mark.slow
 def test_without_the_shift_a_memorised_sequence_is_lost():
     """An autoregressive model that knows a text by heart tells it to shifted blocks, not to unshifted ones."""
     pack, model = make_pack([24]), csbp_model()

@@ -58,6 +58,7 @@ def run(tmp_path, *names: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_tensorboard_has_every_step_once(tmp_path):
     run(tmp_path, "tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

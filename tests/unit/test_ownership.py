@@ -60,6 +60,7 @@ def made_units(costs: list[int], rows: list[int] | None = None, documents: list[
                  np.full(count, -1))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 64))
 def test_rows_are_capped_and_no_single_move_helps(seed: int, world: int) -> None:
@@ -89,6 +90,7 @@ def test_within_5_percent_where_units_are_small(seed: int, part: float) -> None:
     assert load.max() <= 1.05 * lower_bound(units.cost, world)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=8), st.integers(2, 3))
 def test_never_far_from_the_optimum(costs: list[int], world: int) -> None:

@@ -106,6 +106,7 @@ def remedies_of(out: str) -> dict[str, str]:
     return dict(line.strip().split(": ") for line in advice if ": " in line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "largest", "offered"), [
     ([], "activations", {"parallel.offload=true", "parallel.nproc=16 parallel.csbp=16", "parallel.checkpointing=full"}),
     (["parallel.checkpointing=full", "data.seq_len=1048576"], "activations",
@@ -197,6 +198,7 @@ def test_a_family_without_adapter_is_planned_and_not_trained(capsys: pytest.Capt
     assert "can be planned (csbp plan), but not trained yet" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_no_torch_and_no_matplotlib() -> None:
     script = ("import sys\nfrom csbp.cli import main\ntry: main(sys.argv[1:])\nfinally: print('heavy',"
               "[m for m in ('torch', 'transformers', 'matplotlib') if m in sys.modules])")

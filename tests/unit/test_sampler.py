@@ -164,6 +164,7 @@ def test_the_mask_is_never_generated():
         assert len(new) == 12 and MASK not in new
 
 
+@pytest.mark.slow
 def test_drawn_tokens_follow_seed_and_distribution():
     ours, _ = tiny(False)
 
