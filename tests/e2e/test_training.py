@@ -79,6 +79,7 @@ def stop_at_four(config: Any, rank: int) -> int:
     return train_here(config, lambda session: at_step(session, rank, 4, ask_to_stop))
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_rank_saves_on_all(ranks: Any, corpus: Path, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     ranks(2, train_here, tiny_run(corpus, whole))
