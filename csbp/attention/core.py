@@ -20,11 +20,15 @@ class Backend(Protocol):
     """What a kernel must offer. Shapes as in ``reference``."""
 
     def forward(self, q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, mask: IntervalMask,
-                scale: float) -> tuple[Tensor, Tensor]: ...
+                scale: float) -> tuple[Tensor, Tensor]:
+        """Output [S, N, D] and log-sum-exp [S, N], stored head after head."""
+        ...
 
     def backward(self, dout_SND: Tensor, q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, out_SND: Tensor,
                  lse_SN: Tensor, mask: IntervalMask, scale: float,
-                 dlse_SN: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]: ...
+                 dlse_SN: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value, of which the output and log-sum-exp are the whole softmax's."""
+        ...
 
 
 class _Auto:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from csbp.attention import reference
 from csbp.attention.mask import IntervalMask, Ranges
 from csbp.attention.tiles import Visits, key_visits, row_visits
 
@@ -85,10 +86,8 @@ def _tables(visits: Visits, tile: tuple[int, int], device: torch.device) -> Any:
 
 def forward(q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, mask: IntervalMask, scale: float) -> tuple[Tensor, Tensor]:
     """As ``reference.forward``; out in the dtype of the query, lse float32."""
-    rows, heads = q_SND.shape[:2]
-    if not rows or not len(k_TKD):
-        return (q_SND.new_zeros(rows, heads, v_TKD.shape[2]),
-                q_SND.new_full((heads, rows), float("-inf"), dtype=torch.float32).t())
+    if not len(q_SND) or not len(k_TKD):
+        return reference.nothing_seen(q_SND, v_TKD)
     dims = k_TKD.shape[2], v_TKD.shape[2]
     bound = mask.remembered(("flash forward", len(k_TKD), dims), lambda: _bind_forward(mask, len(k_TKD), dims))
     with _hopper().told_runs() as library:

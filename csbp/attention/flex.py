@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from csbp.attention import reference
 from csbp.attention.mask import IntervalMask
 from csbp.attention.tiles import Runs, row_visits
 
@@ -77,10 +78,8 @@ def attend(q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, mask: IntervalMask, scal
 
 def forward(q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, mask: IntervalMask, scale: float) -> tuple[Tensor, Tensor]:
     """As ``reference.forward``."""
-    rows, heads = q_SND.shape[:2]
-    if not rows or not len(k_TKD):
-        return (q_SND.new_zeros(rows, heads, v_TKD.shape[2]),
-                q_SND.new_full((heads, rows), float("-inf"), dtype=torch.float32).t())
+    if not len(q_SND) or not len(k_TKD):
+        return reference.nothing_seen(q_SND, v_TKD)
     with torch.no_grad():
         out, lse = attend(q_SND, k_TKD, v_TKD, mask, scale)
     return out.contiguous(), lse

@@ -77,6 +77,12 @@ def _scores(q_KgD: Tensor, k_KLD: Tensor, hidden_RL: Tensor | None, scale: float
     return s_KgL
 
 
+def nothing_seen(q_SND: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
+    """What ``forward`` of a half-precision kernel gives where there is no row or no key."""
+    return (q_SND.new_zeros(*q_SND.shape[:2], v_TKD.shape[2]),
+            q_SND.new_full(q_SND.shape[1::-1], float("-inf"), dtype=torch.float32).t())
+
+
 def forward(q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, mask: IntervalMask,
             scale: float) -> tuple[Tensor, Tensor]:
     """Output [S, N, D] like the query, and log-sum-exp [S, N] in the compute dtype, stored head after head."""

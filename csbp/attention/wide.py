@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from csbp.attention import reference
 from csbp.attention.mask import IntervalMask
 from csbp.attention.wide_plan import Chunk, chunks_of
 from csbp.comm.upload import upload
@@ -161,7 +162,7 @@ def forward(q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, mask: IntervalMask, sca
     """As ``reference.forward``; out in the dtype of the query, lse float32."""
     out = torch.empty(q_SND.shape, dtype=q_SND.dtype, device=q_SND.device)
     if not len(q_SND) or not len(k_TKD):
-        return out.zero_(), q_SND.new_full(q_SND.shape[1::-1], float("-inf"), dtype=torch.float32).t()
+        return reference.nothing_seen(q_SND, v_TKD)
     job, kernels = _Job(q_SND, k_TKD, mask, scale, TUNING.forward_tile), _kernels()
     (rows, keys), how, bound, heads = job.tile, TUNING.scores, job.bound, job.heads
     p = job.slots()
