@@ -26,7 +26,7 @@ from csbp.memory import estimate_memory, free_memory, refuse_without_room
 from csbp.memory import size_text as _size
 from csbp.output import called_as
 from csbp.parallel.runtime import choose_device, mesh_sizes
-from csbp.train.ready import ReadyModel, check_model, open_data
+from csbp.train.ready import ReadyModel, check_kernels, check_model, open_data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -52,6 +52,8 @@ def run_check(config: RunConfig, words: Sequence[str] = (), console: Console | N
     out = console or _console()
     device, missing = _check_devices(config, out)
     ready = check_model(config)
+    if device is not None:
+        check_kernels(config, ready.shape, device)
     _show_tokenizer(config, ready, out)
     for note in ready.notes:
         _warn(out, note)

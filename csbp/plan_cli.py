@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from csbp.config.compose import compose_run
-from csbp.config.mesh import axis_sizes, check_split
+from csbp.config.mesh import axis_sizes
 from csbp.config.places import package_dir
 from csbp.config.schema import DataConfig, RunConfig
-from csbp.config.validate import validate_plan
+from csbp.config.validate import check_bounds, validate_plan
 from csbp.errors import ConfigError
 from csbp.observe.plan_report import as_json, counted, show
 from csbp.observe.plan_result import PlanResult
 from csbp.plan.estimate import DEVICES, Settings
 from csbp.plan.forecast import Case, forecast, whole_pack
-from csbp.plan.limits import check_ranks, check_windows
-from csbp.plan.shapes import model_shape
+from csbp.plan.limits import MAX_AXIS, MAX_BLOCKS, check_ranks, check_size, check_split, check_windows
+from csbp.plan.shapes import model_shape, shaped
 
 _BUILTIN = "builtin:"
+_LENGTH = re.compile("0*[1-9][0-9]{0,17}")
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 
@@ -43,6 +45,7 @@ def run_plan(words: Sequence[str], *, json_only: bool = False, picture: str = ""
         ConfigError: settings that cannot be planned.
     """
     config = compose_run(words)
+    check_bounds(config)
     given = {word.partition("=")[0].strip() for word in words}
     if given & {"parallel.csbp", "parallel.tp"} and "parallel.nproc" not in given and config.parallel.csbp:
         ranks = config.parallel.csbp * config.parallel.tp
@@ -76,12 +79,12 @@ def plan_result(config: RunConfig) -> PlanResult:
         ConfigError: sizes are missing, the lengths cannot be read, or the ranks do not fit the pack.
     """
     parallel, objective, noise = config.parallel, config.objective, config.noise
-    fields = _config_fields(config)
-    shape = model_shape(fields, objective.clean_stream)
-    check_split(parallel.tp, {**fields, **fields.get("text_config", {})})
+    shape = model_shape(_config_fields(config), objective.clean_stream)
+    check_split(parallel.tp, shape)
     check_windows(shape.kinds, objective)
-    diffusion = objective.kind == "block_diffusion"
-    geometry = whole_pack(document_lengths(config.data), objective.block_size, noised=diffusion)
+    lengths, diffusion = document_lengths(config.data), objective.kind == "block_diffusion"
+    check_size(lengths, objective.block_size, shape)
+    geometry = whole_pack(lengths, objective.block_size, noised=diffusion)
     case = Case(shape, geometry, hidden=(noise.t_min + noise.t_max) / 2 if diffusion else 0.0,
                 next_token=not diffusion or objective.ar_weight > 0)
     ranks, world = axis_sizes(parallel)[1], parallel.nproc // parallel.tp
@@ -95,7 +98,7 @@ def plan_result(config: RunConfig) -> PlanResult:
                         parallel.tp, parallel.dp_replicate)
     kinds = ("csbp", "context", "block", "data") if world > 1 else (parallel.kind,)
     # Beside "data" the others are shown with all ranks on the sequence axis, as far as there are blocks.
-    axis = ranks if parallel.kind != "data" else min(world, blocks)
+    axis = ranks if parallel.kind != "data" else min(world, blocks, MAX_AXIS)
     found = {kind: forecast(case, kind, axis, settings, DEVICES[name], parallel.exchange) for kind in kinds
              if kind in (parallel.kind, "data") or world % axis == 0}
     return PlanResult(config.experiment, name, DEVICES[name], case, settings, parallel.kind, found,
@@ -106,7 +109,7 @@ def document_lengths(data: DataConfig) -> list[int]:
     """Tokens of each document of the planned pack, cut as training would cut them.
 
     Raises:
-        ConfigError: the file cannot be read, or a line of it is no length.
+        ConfigError: the file cannot be read, a line of it is no length, or there are too many documents to plan.
     """
     lengths = read_lengths(data.document_lengths) if data.document_lengths else [data.seq_len]
     limit = min(data.document_tokens or data.seq_len, data.seq_len)
@@ -114,6 +117,9 @@ def document_lengths(data: DataConfig) -> list[int]:
     room = data.seq_len
     for length in lengths:
         length = min(length, room) if data.long_documents == "split" else min(length, limit, room)
+        if len(pack) + length // limit > MAX_BLOCKS:
+            raise ConfigError("data.seq_len", data.seq_len, f"too much to plan: more than {MAX_BLOCKS:,} documents; "
+                                                            "use longer ones (data.document_tokens), or fewer tokens")
         pack += [limit] * (length // limit) + ([length % limit] if length % limit else [])
         room -= length
         if room == 0:
@@ -125,16 +131,16 @@ def read_lengths(path: str) -> list[int]:
     """The numbers of a file, one a line; empty lines are skipped."""
     field = "data.document_lengths"
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = Path(path).expanduser().read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(field, path, f"cannot be read: {reason}") from error
     found = []
     for number, line in enumerate(lines, 1):
         text = line.strip()
-        if text and (not text.isascii() or not text.isdigit() or int(text) == 0):
+        if text and not _LENGTH.fullmatch(text):
             raise ConfigError(field, path, f"line {number} is {text[:40]!r}; write one document's tokens a line, as a "
-                                           "whole number above 0")
+                                           "whole number above 0 of at most 18 digits")
         found += [int(text)] if text else []
     if not found:
         raise ConfigError(field, path, "holds no length; write one document's tokens a line")
@@ -152,7 +158,9 @@ def _config_fields(config: RunConfig) -> dict[str, Any]:
         base = json.loads(found.read_text(encoding="utf-8")) if found else {}
     except (OSError, ValueError) as error:
         raise ConfigError("model.path", model.path, f"{found} cannot be read as JSON") from error
-    return {**base, **model.shape}
+    if not isinstance(base, dict):
+        raise ConfigError("model.path", model.path, f"{found} is not a JSON object")
+    return shaped(base, model.shape)
 
 
 def _config_file(path: str, family: str) -> Path | None:

@@ -19,15 +19,17 @@ from csbp.output import outlast_output
 
 
 def prepare_run(config: RunConfig) -> None:
-    """Check tokenizer, model and memory, and tokenize what is not in the cache of this machine yet.
+    """Check tokenizer, model, kernels and memory, and tokenize what is not in the cache of this machine yet.
 
     Raises:
         ConfigError, UserError: the first thing that would stop the run.
     """
     from csbp.memory import expect_room
-    from csbp.train.ready import check_model, open_data
+    from csbp.parallel.runtime import choose_device
+    from csbp.train.ready import check_kernels, check_model, open_data
 
     ready = check_model(config)
+    check_kernels(config, ready.shape, choose_device(config.parallel.device, 0))
     for note in ready.notes:
         print(f"csbp: warning: {note}", file=sys.stderr, flush=True)
     expect_room(ready.model, config.parallel, ready.adapter.tp_plan(ready.model))

@@ -66,8 +66,8 @@ def _fastest(query: Tensor, value: Tensor) -> Backend:
 @functools.cache
 def choose(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int, deterministic: bool) -> str:
     """Name of the backend that "auto" stands for."""
-    # "wide" is taken where it is asked for by name: it has been held against float64 in Triton's interpreter only.
     reasons = {"flash": flash.unusable(device, dtype, key_dim, value_dim, deterministic),
+               "wide": wide.unusable(device, dtype, key_dim, value_dim),
                "flex": flex.unusable(device, dtype, key_dim, value_dim)}
     name = next((name for name, why in reasons.items() if not why), "reference")
     passed = "; ".join(f"not {other}: {why}" for other, why in reasons.items() if why)

@@ -64,20 +64,28 @@ def scores(q, k, p, visits, low_ptr, high_ptr, own_ptr, end_ptr, top_ptr, sum_pt
 
 
 @triton.jit
+def _times(x, power):
+    """x 2^power in two steps: the factor itself may be below what float32 holds where the product is not."""
+    half = tl.exp2(power * 0.5)
+    return x * half * half
+
+
+@triton.jit
 def _lower(p_ptr, at, top, peak, BR: tl.constexpr, BC: tl.constexpr):
     """Multiplies the rows of a slot whose ``top`` is below ``peak`` by the power of two between them: exact."""
     below = (top < peak) & (top > float("-inf"))
     place = p_ptr + (at.to(tl.int64) + tl.arange(0, BR))[:, None] * BC + tl.arange(0, 32)[None, :]
     for c in range(0, BC, 32):
-        part = tl.load(place + c, below[:, None], 0.0).to(tl.float32) * tl.exp2(top - peak)[:, None]
+        part = tl.load(place + c, below[:, None], 0.0).to(tl.float32)
+        part = _times(part, (top - peak)[:, None])
         tl.store(place + c, part.to(p_ptr.dtype.element_ty), below[:, None])
 
 
 @triton.jit(do_not_specialize=_LOOSE)
 def settle(p_ptr, table, top_ptr, sum_ptr, peak_ptr, total_ptr, carry_ptr, lse_ptr, base, capacity, rows, first_tile,
            FIRST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MANY: tl.constexpr):
-    """Takes a chunk's slots into each row's highest top (``peak``), sum (``total``) and lse, all [N, S]; ``carry`` is
-    what earlier chunks' sums are to be multiplied by. Slots with lower tops are brought to the peak."""
+    """Takes a chunk's slots into each row's highest top (``peak``), sum (``total``) and lse, all [N, S]; 2^``carry``
+    is what earlier chunks' sums are to be multiplied by. Slots with lower tops are brought to the peak."""
     tile, head = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(table + (base + tile) * 5), tl.load(table + (base + tile) * 5 + 1)
     row = (first_tile + tile) * BR + tl.arange(0, BR)
@@ -93,12 +101,12 @@ def settle(p_ptr, table, top_ptr, sum_ptr, peak_ptr, total_ptr, carry_ptr, lse_p
         top = tl.load(top_ptr + at + (i + many) * BR + lane, i + many < count, float("-inf"))
         peak = tl.maximum(peak, tl.max(top, 0))
     safe = tl.where(peak == float("-inf"), 0.0, peak)
-    carry = tl.exp2(before - safe)
-    total *= carry
+    carry = before - safe
+    total = _times(total, carry)
     for i in range(0, count, MANY):
         top = tl.load(top_ptr + at + (i + many) * BR + lane, i + many < count, float("-inf"))
         part = tl.load(sum_ptr + at + (i + many) * BR + lane, i + many < count, 0.0)
-        total += tl.sum(part * tl.exp2(top - safe[None, :]), 0)
+        total += tl.sum(_times(part, top - safe[None, :]), 0)
         below = (top < safe[None, :]) & (top > float("-inf"))
         if tl.max(tl.max(below.to(tl.int32), 1), 0) > 0:
             for j in range(i, tl.minimum(i + MANY, count)):
@@ -129,7 +137,7 @@ def by_rows(p, x, out_ptr, held_ptr, table, carry_ptr, total_ptr, out_row, out_h
     if not FIRST:
         sums = tl.load(held, shown, 0.0)
         if SOFTMAX:
-            sums *= tl.load(carry_ptr + head * rows + row, inside, 0.0)[:, None]
+            sums = _times(sums, tl.load(carry_ptr + head * rows + row, inside, 0.0)[:, None])
     for i in range(count * (BC // BK)):
         slot, c = i // (BC // BK), i % (BC // BK) * BK
         key = (key0 + slot + (slot >= turn).to(tl.int32) * jump) * BC + c

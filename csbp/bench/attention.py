@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from csbp.attention.core import BACKENDS
+from csbp.attention.usable import unusable
 from csbp.bench.cases import attention_cases, cpu_seconds, refuse_endless
 from csbp.bench.causal import causal_tflops
 from csbp.bench.check import DTYPES
@@ -68,7 +68,7 @@ def usable_backends(case: BenchAttentionConfig, device: torch.device) -> list[st
         ConfigError: one that is named cannot compute this here.
     """
     known = [name for name in BACKENDS if name != "auto"]
-    reasons = {name: _unusable(BACKENDS[name], case, device) for name in known}
+    reasons = {name: unusable(name, device, DTYPES[case.dtype], case.head_dim) for name in known}
     if "auto" in case.backends:
         able = [name for name in known if not reasons[name]]
         return [name for name in able if name != "reference"] or able
@@ -78,16 +78,6 @@ def usable_backends(case: BenchAttentionConfig, device: torch.device) -> list[st
         if reasons[name]:
             raise ConfigError("backends", name, f"cannot run {case.name!r} here: {reasons[name]}")
     return list(dict.fromkeys(case.backends))
-
-
-def _unusable(backend: Any, case: BenchAttentionConfig, device: torch.device) -> str:
-    """What the backend says of itself, asked for what it wants to know."""
-    ask = getattr(backend, "unusable", None)
-    if ask is None:
-        return ""
-    known = {"device": device, "dtype": DTYPES[case.dtype], "key_dim": case.head_dim, "value_dim": case.head_dim,
-             "deterministic": False}
-    return ask(**{name: known[name] for name in inspect.signature(ask).parameters})
 
 
 def measure_pack(runtime: Runtime, case: BenchAttentionConfig, length: int, backends: Sequence[str],

@@ -16,7 +16,6 @@ from csbp.bench.clock import by_rank, slowest, spread, time_parts
 from csbp.bench.records import GIB, Report, check_out, slow_link
 from csbp.comm.transport import Counting
 from csbp.config.bench import BenchStepConfig
-from csbp.config.mesh import check_split
 from csbp.config.schema import ParallelConfig, RunConfig
 from csbp.data.batch import PackedBatch
 from csbp.errors import met_by_all
@@ -26,7 +25,8 @@ from csbp.observe.accounting import utilisation
 from csbp.parallel.runtime import Runtime, start_runtime
 from csbp.plan.estimate import DEVICES
 from csbp.plan.forecast import whole_pack
-from csbp.plan.limits import check_ranks, check_windows
+from csbp.plan.limits import check_ranks, check_size, check_split, check_windows
+from csbp.plan.shapes import model_shape
 from csbp.plan_cli import document_lengths
 from csbp.train.ready import build_on_meta
 from csbp.train.session import build_model, heed_determinism, make_ready
@@ -78,9 +78,12 @@ def check_step(config: RunConfig) -> None:
     """
     adapter = get_adapter(config.model.family)
     model = build_on_meta(config, adapter)
-    check_split(config.parallel.tp, adapter.export_config(model, {}))
+    shape = model_shape(adapter.export_config(model, {}), config.objective.clean_stream)
+    check_split(config.parallel.tp, shape)
     check_windows(adapter.layer_kinds(model, config.objective.clean_stream), config.objective)
-    pack = whole_pack(document_lengths(config.data), config.objective.block_size, noised=False)
+    lengths = document_lengths(config.data)
+    check_size(lengths, config.objective.block_size, shape)
+    pack = whole_pack(lengths, config.objective.block_size, noised=False)
     check_ranks(config.parallel, len(pack.cell_starts) - 1, "the measured pack")
 
 

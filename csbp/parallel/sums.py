@@ -34,11 +34,13 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        """x, any shape, as it is; ``group``: name of the tp axis's process group."""
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """The sum of the ranks' gradients, like x."""
         return _sum(dx, ctx.group), None
 
 
@@ -47,10 +49,12 @@ class Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        """The sum over the group of x, any shape."""
         return _sum(x, group)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """dx as it is: every rank has the same, and its part counts once."""
         return dx, None
 
 
@@ -59,9 +63,11 @@ class Join(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, rank: int) -> Tensor:
+        """[..., C * ranks] of x [..., C]; ``rank``: this one's place in the group."""
         ctx.rank, ctx.width = rank, x.shape[-1]
         return torch.cat(_gather(x, group).unbind(0), -1)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        """This rank's columns of dx."""
         return dx.narrow(-1, ctx.rank * ctx.width, ctx.width), None, None

@@ -176,16 +176,16 @@ def predict_seconds(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray
     exposed = told / (device.near_link if settings.tp <= device.node else device.far_link)
     for part in shape.attention:
         kind = counts.kinds[part.kind.name]
-        forward = kind.pairs * part.pair_flops / device.attention
+        forward = kind.pairs * float(part.pair_flops) / device.attention
         attention += part.count * forward * runs_attention
         # Own rows are assumed to be as popular as received ones.
         here = forward * (counts.rows / np.maximum(counts.rows + kind.received, 1))
-        keys = kind.received * part.row_elements * item / link
-        gradients = kind.sent * part.row_elements * (settings.gradient_itemsize or item) / link
+        keys = kind.received * float(part.row_elements) * item / link
+        gradients = kind.sent * float(part.row_elements) * (settings.gradient_itemsize or item) / link
         trips = key_trips(policy)
         exposed += part.count * ((trips - 1) * np.maximum(keys - here, 0) + keys
                                  + np.maximum(gradients - BACKWARD_PAIRS * here, 0))
-    linear = counts.rows * shape.row_flops * runs_linear + loss_rows * shape.logit_flops * 3
+    linear = counts.rows * float(shape.row_flops) * runs_linear + loss_rows * float(shape.logit_flops) * 3
     return Seconds(attention, linear / device.linear, exposed)
 
 
@@ -203,11 +203,11 @@ def predict_memory(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray,
     if settings.checkpointing != "none":
         again = max(_BESIDE_LINEAR * shape.row_width(part) * item for part in shape.attention)
     # Received rows as they came and in order, their gradients in float32 and as they leave.
-    far = np.stack([counts.kinds[part.kind.name].received * part.row_elements * (3 * item + _MASTER)
+    far = np.stack([counts.kinds[part.kind.name].received * float(part.row_elements) * (3 * item + _MASTER)
                     for part in shape.attention]).max(0)
     return Memory(
         weights=_MASTER * shard, gradients=_MASTER * shard, optimizer=2 * _MASTER * shard, gathered=gathered,
-        activations=counts.rows * (kept + again), keys=far.astype(float),
+        activations=counts.rows * (kept + again), keys=far,
         logits=loss_bytes(loss_rows, shape.vocabulary, shape.hidden, item, settings.logit_rows))
 
 

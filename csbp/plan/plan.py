@@ -108,12 +108,6 @@ class PackPlan:
                        replicated=self.scheme == "block" and self.world > 1,
                        to_cell_end=any(kind.clean == "block_causal" for kind in self.kinds))
 
-    @property
-    def row_owner(self) -> np.ndarray:
-        """int64 [T + M], the rank that owns each row (of replicated rows: the one that counts their loss)."""
-        runs, owner = self.holding.owned
-        return np.repeat(owner, runs.end - runs.start)
-
     @cached_property
     def rows(self) -> tuple[RankRows, ...]:
         """Every rank's rows."""

@@ -150,6 +150,14 @@ def _area(linears: list[tuple[int, int]]) -> int:
     return sum(inputs * outputs for inputs, outputs in linears)
 
 
+def shaped(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with other fields. A list of layer types that the changes would contradict goes: it is then
+    derived anew."""
+    derived = ("num_hidden_layers", "use_sliding_window", "max_window_layers")
+    left_out = ("layer_types",) if any(name in changes for name in derived) else ()
+    return {**{name: value for name, value in base.items() if name not in left_out}, **changes}
+
+
 def model_shape(fields: Mapping[str, Any], clean: str) -> ModelShape:
     """Read a Hugging Face configuration.
 
@@ -181,6 +189,10 @@ def model_shape(fields: Mapping[str, Any], clean: str) -> ModelShape:
         if fields.get(name):
             raise ConfigError(f"model.shape.{name}", fields[name], f"{what} cannot be written as two ranges of keys; "
                                                                    "choose a model without it")
+    far_heads = size("num_global_key_value_heads", default=kv_heads)
+    if not far_heads or heads % far_heads:
+        raise ConfigError("model.shape.num_global_key_value_heads", far_heads,
+                          f"must divide num_attention_heads={heads}")
     types = _layer_types(fields, layers)
     groups = []
     for name in dict.fromkeys(types):
@@ -188,7 +200,7 @@ def model_shape(fields: Mapping[str, Any], clean: str) -> ModelShape:
         apart = name == "full_attention" and fields.get("global_head_dim") is not None
         groups.append(AttentionLayers(
             LayerKind(_KINDS[name], clean, window=window), types.count(name), heads,
-            size("num_global_key_value_heads", default=kv_heads) if apart else kv_heads,
+            far_heads if apart else kv_heads,
             size("global_head_dim") if apart else head_dim,
             value_matrix=not (apart and fields.get("attention_k_eq_v", True))))
     experts = size("num_experts", "n_routed_experts", default=0)
@@ -197,7 +209,7 @@ def model_shape(fields: Mapping[str, Any], clean: str) -> ModelShape:
     return ModelShape(
         tuple(groups), hidden, size("intermediate_size") if beside else 0, size("vocab_size"),
         bool(fields.get("tie_word_embeddings", True)), experts,
-        size("num_experts_per_tok", "top_k_experts") if experts else 0,
+        size("num_experts_per_tok", "top_k_experts", high=experts) if experts else 0,
         size("moe_intermediate_size") if experts else 0, own_clean_pass="canvas_length" in fields)
 
 

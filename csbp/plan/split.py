@@ -34,5 +34,5 @@ def split_bytes(shape: ModelShape, rows: np.ndarray, loss_rows: np.ndarray, *, t
         checkpointing: "none", "full" or "attention".
     """
     sums = shape.layers * (4 + (checkpointing != "none")) + 1
-    numbers = 2 * shape.hidden * (sums * rows + loss_rows)
+    numbers = 2.0 * shape.hidden * (sums * rows + loss_rows)
     return (tp - 1) / tp * itemsize * np.asarray(numbers, float)

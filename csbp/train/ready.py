@@ -12,18 +12,19 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
+from csbp.attention.usable import check_backend
 from csbp.checkpoint.huggingface import read_config
 from csbp.checkpoint.reading import model_files, resolve_model_folder
 from csbp.checkpoint.target import FAMILY_KEY
 from csbp.checkpoint.weights import expect_weights
-from csbp.config.mesh import check_split
 from csbp.config.schema import RunConfig
 from csbp.data.stream import PackStream, open_stream, prepare_corpora
 from csbp.data.tokenizer import next_free_id
 from csbp.errors import ConfigError
 from csbp.models.protocol import ModelAdapter
 from csbp.models.registry import get_adapter
-from csbp.plan.limits import check_windows
+from csbp.plan.limits import check_split, check_windows
+from csbp.plan.shapes import ModelShape, model_shape
 from csbp.train.learnable import expect_blocks, expect_learnable
 from csbp.train.session import check_expected_shape, mask_token, run_tokenizer
 from csbp.train.surprises import surprises
@@ -39,6 +40,7 @@ class ReadyModel:
         adapter: of its family.
         tokenizer: the run's.
         model: shapes without numbers, on the meta device.
+        shape: what planning knows of it.
         rows: of its embedding.
         mask: id of [MASK].
         notes: what the user should know although the run can start.
@@ -47,6 +49,7 @@ class ReadyModel:
     adapter: ModelAdapter
     tokenizer: PreTrainedTokenizerFast
     model: nn.Module
+    shape: ModelShape
     rows: int
     mask: int
     notes: list[str]
@@ -61,7 +64,8 @@ def check_model(config: RunConfig) -> ReadyModel:
     adapter = get_adapter(config.model.family)
     tokenizer = run_tokenizer(config)
     model = build_on_meta(config, adapter)
-    check_split(config.parallel.tp, adapter.export_config(model, {}))
+    shape = model_shape(adapter.export_config(model, {}), config.objective.clean_stream)
+    check_split(config.parallel.tp, shape)
     check_windows(adapter.layer_kinds(model, config.objective.clean_stream), config.objective)
     rows: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment, operator]
     mask, last = mask_token(config, tokenizer, rows), next_free_id(tokenizer) - 1
@@ -75,7 +79,17 @@ def check_model(config: RunConfig) -> ReadyModel:
         if config.objective.kind != "autoregressive" and mask == index:
             raise ConfigError("model.mask_token_id", mask, f"is the tokenizer's {name} token, which text contains; "
                                                            "name another reserved id, or null")
-    return ReadyModel(adapter, tokenizer, model, rows, mask, surprises(config, model.config, mask))
+    return ReadyModel(adapter, tokenizer, model, shape, rows, mask, surprises(config, model.config, mask))
+
+
+def check_kernels(config: RunConfig, shape: ModelShape, device: torch.device) -> None:
+    """Whether attention.backend can compute the run on a device of its ranks.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    dtype = torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32
+    check_backend(config.attention.backend, shape, device, dtype, config.train.deterministic)
 
 
 def build_on_meta(config: RunConfig, adapter: ModelAdapter) -> nn.Module:

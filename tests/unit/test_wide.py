@@ -96,13 +96,13 @@ def test_rows_that_see_nothing_still_have_a_chunk() -> None:
     assert not found.row_table[:, 1].any()
 
 
-def test_auto_leaves_wide_heads_to_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_wide_for_wide_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(flash, "_hopper", lambda: type("Any", (), {"installed": staticmethod(lambda: True)}))
     gpu, half = torch.device("cuda"), torch.bfloat16
     names = {dim: core.choose.__wrapped__(gpu, half, dim, dim, False) for dim in (128, 256, 320, 512, 520)}
-    assert names == {128: "flash", 256: "flash", 320: "flex", 512: "flex", 520: "reference"}
+    assert names == {128: "flash", 256: "flash", 320: "wide", 512: "wide", 520: "reference"}
     assert core.choose.__wrapped__(gpu, torch.float32, 512, 512, False) == "reference"
     assert not flex.unusable(gpu, torch.bfloat16, 512, 512)
 
