@@ -26,6 +26,7 @@ from csbp.memory import estimate_memory, free_memory, refuse_without_room
 from csbp.memory import size_text as _size
 from csbp.output import called_as
 from csbp.parallel.runtime import choose_device, mesh_sizes
+from csbp.rundir import check_run_dir
 from csbp.train.ready import ReadyModel, check_kernels, check_model, open_data
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def run_check(config: RunConfig, words: Sequence[str] = (), console: Console | N
         ConfigError, UserError: the first thing that would stop the run.
     """
     out = console or _console()
+    check_run_dir(config)
     device, missing = _check_devices(config, out)
     ready = check_model(config)
     if device is not None:

@@ -22,13 +22,14 @@ from csbp.config.validate import check_bounds, validate_plan
 from csbp.errors import ConfigError
 from csbp.observe.plan_report import as_json, counted, show
 from csbp.observe.plan_result import PlanResult
+from csbp.plan.asked import expect_window, shaped
 from csbp.plan.estimate import DEVICES, Settings
 from csbp.plan.forecast import Case, forecast, whole_pack
 from csbp.plan.limits import MAX_AXIS, MAX_BLOCKS, check_ranks, check_size, check_split, check_windows
-from csbp.plan.shapes import model_shape, shaped
+from csbp.plan.shapes import model_shape
 
 _BUILTIN = "builtin:"
-_LENGTH = re.compile("0*[1-9][0-9]{0,17}")
+_LENGTH = re.compile("(?=0*[1-9])[0-9]{1,18}")
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 
@@ -80,6 +81,7 @@ def plan_result(config: RunConfig) -> PlanResult:
     """
     parallel, objective, noise = config.parallel, config.objective, config.noise
     shape = model_shape(_config_fields(config), objective.clean_stream)
+    expect_window(config.model.shape, shape.kinds)
     check_split(parallel.tp, shape)
     check_windows(shape.kinds, objective)
     lengths, diffusion = document_lengths(config.data), objective.kind == "block_diffusion"
@@ -116,6 +118,9 @@ def document_lengths(data: DataConfig) -> list[int]:
     pack: list[int] = []
     room = data.seq_len
     for length in lengths:
+        if data.document_lengths and data.long_documents == "error" and length > limit:
+            raise ConfigError("data.document_lengths", data.document_lengths, f"holds a document of {length:,} tokens, "
+                              f"and data.long_documents=error; at most {limit:,}, or choose split or truncate")
         length = min(length, room) if data.long_documents == "split" else min(length, limit, room)
         if len(pack) + length // limit > MAX_BLOCKS:
             raise ConfigError("data.seq_len", data.seq_len, f"too much to plan: more than {MAX_BLOCKS:,} documents; "

@@ -30,7 +30,7 @@ from csbp.checkpoint.folder import list_checkpoints, step_of
 from csbp.config.schema import RunConfig
 from csbp.config.typed import load_config, save_config
 from csbp.errors import ConfigError, UserError
-from csbp.locks import RunLock
+from csbp.locks import LOCK, RunLock
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 # A resumed run with another of these would be another run.
@@ -67,6 +67,23 @@ def claim_run_dir(config: RunConfig) -> Iterator[RunLock]:
         if made:
             with contextlib.suppress(OSError):  # it holds something
                 folder.rmdir()
+
+
+def check_run_dir(config: RunConfig) -> None:
+    """What ``claim_run_dir`` would refuse of a folder that is there, without making one.
+
+    Raises:
+        ConfigError: as ``claim_run_dir``.
+    """
+    folder = Path(config.run_dir or ".").expanduser().absolute()
+    if config.run_dir is None or not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ConfigError("run_dir", config.run_dir, "is a file; give a folder")
+    if (folder / LOCK).exists():
+        with contextlib.suppress(OSError):  # not ours to write to: then it is not known here
+            RunLock(folder).release()
+    _check_free(folder, config)
 
 
 def _check_free(folder: Path, config: RunConfig) -> None:

@@ -96,11 +96,6 @@ def prune(root: Path, newest: Path, keep: int) -> None:
             delete(path)
 
 
-def best_first(root: Path) -> list[Path]:
-    """Checkpoints that were the best when written, newest (so best) first."""
-    return [path for path in list_checkpoints(root) if _is_best(path)]
-
-
 def set_aside(path: Path, problem: str) -> Path:
     """Rename a damaged checkpoint, with a warning: whoever can repair it finds it under its new name."""
     stem = f"{path.name.removeprefix(REPLACED)}{DAMAGED}"

@@ -161,19 +161,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def read_diffusion(folder: Path) -> dict[str, Any]:
-    """``DIFFUSION_KEYS`` of a model folder, for a sampler.
-
-    Raises:
-        UserError: it is not the export of a block-diffusion model.
-    """
-    config = read_config(folder)
-    missing = [key for key in DIFFUSION_KEYS if key not in config]
-    if missing:
-        raise UserError(f"{folder} is not a block-diffusion model: its config.json lacks {', '.join(missing)}")
-    return {key: config[key] for key in DIFFUSION_KEYS}
-
-
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
     """transformers' own bar would tear the run's."""

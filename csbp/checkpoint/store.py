@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,18 @@ class CheckpointStore:
 
     def newest_valid(self) -> Path | None:
         """The newest undamaged checkpoint, None if there is none. Warns once of each damaged one it passes over."""
-        return self._first_sound(folder.list_checkpoints(self.root))
+        # Rank 0's list, so that all ranks look at the same folders in the same order.
+        for path in ranks.gather(folder.list_checkpoints(self.root))[0]:
+            if path in self._sound:
+                return path
+            problem = self._problem(path)
+            if problem is None:
+                self._sound.add(path)
+                return path
+            if path not in self._damaged and ranks.rank() == 0:
+                log.warning("checkpoint %s is damaged and passed over: %s", path, problem)
+            self._damaged[path] = problem
+        return None
 
     def any(self) -> bool:
         """Whether there is a checkpoint at all, sound, damaged or set aside."""
@@ -109,10 +120,6 @@ class CheckpointStore:
                 except OSError as error:
                     log.warning("damaged checkpoint %s could not be renamed: %s", path, error)
         self._damaged.clear()
-
-    def best_valid(self) -> Path | None:
-        """The undamaged checkpoint that was saved last with ``best=True``, None if there is none."""
-        return self._first_sound(folder.best_first(self.root))
 
     def load(self, path: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """Put the weights and the optimizer's state of a checkpoint in place and return its ``state``.
@@ -133,20 +140,6 @@ class CheckpointStore:
             if problem := self._problem(path):
                 raise UserError(f"checkpoint {path} is damaged: {problem}")
             self._sound.add(path)
-
-    def _first_sound(self, candidates: Iterable[Path]) -> Path | None:
-        # Rank 0's list, so that all ranks look at the same folders in the same order.
-        for path in ranks.gather(list(candidates))[0]:
-            if path in self._sound:
-                return path
-            problem = self._problem(path)
-            if problem is None:
-                self._sound.add(path)
-                return path
-            if path not in self._damaged and ranks.rank() == 0:
-                log.warning("checkpoint %s is damaged and passed over: %s", path, problem)
-            self._damaged[path] = problem
-        return None
 
     @staticmethod
     def _problem(path: Path) -> str | None:

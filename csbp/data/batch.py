@@ -24,11 +24,6 @@ class PackedBatch:
     sample_ids: np.ndarray
 
     @property
-    def document_ids(self) -> np.ndarray:
-        """int64 [T], index of each token's document within the pack."""
-        return np.repeat(np.arange(len(self.sample_ids)), np.diff(self.document_starts))
-
-    @property
     def positions(self) -> np.ndarray:
         """int64 [T], position within the document, from 0."""
         return np.arange(len(self.tokens)) - np.repeat(self.document_starts[:-1], np.diff(self.document_starts))

@@ -44,7 +44,7 @@ def as_json(result: PlanResult) -> dict[str, Any]:
         "predicted_tokens_per_second": result.tokens_per_second(chosen),
         "predicted_exposed_seconds": float(seconds.exposed.max()), "predicted_mfu": result.mfu,
         "model_flops": result.flops,
-        "ranks": [_rank_json(result, rank) for rank in range(chosen.plan.world)],
+        "ranks": _ranks_json(result),
         "alternatives": {kind: {
             "fits": found.fits, "peak_memory_bytes_per_rank": float(found.memory.total.max()),
             "predicted_step_seconds": result.step_seconds(found),
@@ -54,14 +54,17 @@ def as_json(result: PlanResult) -> dict[str, Any]:
     }
 
 
-def _rank_json(result: PlanResult, rank: int) -> dict[str, Any]:
+def _ranks_json(result: PlanResult) -> list[dict[str, Any]]:
     chosen = result.chosen
     counts, seconds = chosen.counts, chosen.seconds
-    return {"rank": rank, "clean_rows": int(counts.clean[rank]), "noised_rows": int(counts.noised[rank]),
-            "blocks": int(counts.blocks[rank]), "pairs": int(layer_pairs(result.case.shape, counts)[rank]),
-            "bytes_received": float(result.received(chosen)[rank]), "bytes_sent": float(result.sent(chosen)[rank]),
-            "attention_seconds": float(seconds.attention[rank]), "linear_seconds": float(seconds.linear[rank]),
-            "exposed_seconds": float(seconds.exposed[rank]), "memory_bytes": float(chosen.memory.total[rank])}
+    whole = {"clean_rows": counts.clean, "noised_rows": counts.noised, "blocks": counts.blocks,
+             "pairs": layer_pairs(result.case.shape, counts)}
+    parts = {"bytes_received": result.received(chosen), "bytes_sent": result.sent(chosen),
+             "attention_seconds": seconds.attention, "linear_seconds": seconds.linear,
+             "exposed_seconds": seconds.exposed, "memory_bytes": chosen.memory.total}
+    columns = {name: values.tolist() for name, values in {**whole, **parts}.items()}
+    return [{"rank": rank, **{name: column[rank] for name, column in columns.items()}}
+            for rank in range(chosen.plan.world)]
 
 
 def show(result: PlanResult, console: Console | None = None) -> None:

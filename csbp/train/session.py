@@ -99,7 +99,8 @@ def make_ready(config: RunConfig, runtime: Runtime, adapter: ModelAdapter,
     parallelize(model, adapter.units(model), config.parallel, runtime, compute, adapter.tp_plan(model))
     shape = model_shape(adapter.export_config(model, {}), config.objective.clean_stream)
     return (build_optimizer(model, config.optim),
-            StepRunner(model, adapter, runtime, config.attention.backend, shape, config.train.logit_rows))
+            StepRunner(model, adapter, runtime, config.attention.backend, shape, config.train.logit_rows,
+                       native=not config.parallel.compile and config.parallel.checkpointing != "attention"))
 
 
 def run_tokenizer(config: RunConfig) -> PreTrainedTokenizerFast:
@@ -131,10 +132,13 @@ def check_expected_shape(expected: Mapping[str, Any], config: Any) -> None:
     """Hold the shape that a run was planned by against the loaded weights' configuration.
 
     Raises:
-        ConfigError: a field differs.
+        ConfigError: a field differs, or the weights' configuration does not have it.
     """
     for name, value in expected.items():
-        found = getattr(config, name, value)
+        if not hasattr(config, name):
+            raise ConfigError(f"model.shape.{name}", value, "the weights' configuration has no such field; leave it "
+                                                            "out")
+        found = getattr(config, name)
         if found != value:
             raise ConfigError(f"model.shape.{name}", value, f"the weights have {found!r}; write that, or leave it out")
 

@@ -17,6 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from csbp.attention import interface
 from csbp.config.fields import nearest_name
 from csbp.errors import ConfigError
+from csbp.plan.asked import expect_window, shaped
 from csbp.plan.shapes import model_shape
 
 _SHAPE = "model.shape"
@@ -51,10 +52,9 @@ def read_settings(path: Path | None, shape: Mapping[str, Any]) -> Qwen3Config:
             near = difflib.get_close_matches(name, sorted(_FIELDS), n=1)
             raise ConfigError(f"{_SHAPE}.{name}", value, "Qwen3's configuration has no such field"
                               + (f"; did you mean {near[0]}?" if near else ""))
-    if "num_hidden_layers" in shape:
-        base.pop("layer_types", None)  # one entry a layer; derived anew
-    fields = _with_floats(copy.deepcopy({**base, **shape}))  # the library adds to mappings in place
+    fields = _with_floats(copy.deepcopy(shaped(base, shape)))  # the library adds to mappings in place
     try:
+        expect_window(shape, model_shape({**known, "layer_types": None, **fields}, "token_causal").kinds)
         return _checked({**known, "layer_types": None, **fields}, fields)
     except ConfigError as error:
         raise _placed(error, path, shape) from error
@@ -131,7 +131,7 @@ def _culprit(base: Mapping[str, Any], shape: Mapping[str, Any]) -> str:
     """The field of ``shape`` without which there is a configuration; "" if there is no such one."""
     for name in shape:
         others = {other: value for other, value in shape.items() if other != name}
-        fields = _with_floats(copy.deepcopy({**base, **others}))
+        fields = _with_floats(copy.deepcopy(shaped(base, others)))
         with contextlib.suppress(Exception):
             _checked({**Qwen3Config().to_dict(), "layer_types": None, **fields}, fields)
             return name

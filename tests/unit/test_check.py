@@ -19,8 +19,10 @@ from csbp import check, memory
 from csbp.check import run_check
 from csbp.config.schema import DataConfig, ModelConfig, ObjectiveConfig, ParallelConfig, RunConfig, SourceConfig
 from csbp.errors import ConfigError, UserError
+from csbp.locks import RunLock
 from csbp.memory import estimate_memory
 from csbp.models.registry import families, get_adapter
+from csbp.prepare import prepare_run
 from csbp.train.ready import build_on_meta
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -221,3 +223,32 @@ def test_a_containers_limit_counts(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("max\n")
     assert memory._container_room(tmp_path) == 1 << 62
     assert memory.free_memory(torch.device("cpu")) > 0
+
+
+@pytest.mark.parametrize("backend", ["flash", "wide", "flex"])
+def test_a_kernel_that_cannot_run_here_is_refused(config: RunConfig, backend: str) -> None:
+    """By csbp check, and by what comes before the ranks of csbp train."""
+    named = change(config, "attention", backend=backend)
+    for way in (shown, prepare_run):
+        with pytest.raises(ConfigError, match=f"attention.backend='{backend}': cannot run this model here: it .*use "
+                                              "auto"):
+            way(named)
+
+
+def test_a_folder_that_the_run_could_not_have(config: RunConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    named = dataclasses.replace(config, run_dir=str(folder))
+    shown(named)
+    assert not folder.exists()
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="run_dir=.*holds a run already; add resume=auto"):
+        shown(named)
+    shown(dataclasses.replace(named, resume="auto"))
+    lock = RunLock(folder)
+    with pytest.raises(ConfigError, match="a run is alive in this folder"):
+        shown(dataclasses.replace(named, resume="auto"))
+    lock.release()
+    assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl"]
+    with pytest.raises(ConfigError, match="run_dir=.*is a file; give a folder"):
+        shown(dataclasses.replace(config, run_dir=str(folder / "metrics.jsonl")))

@@ -94,7 +94,7 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path):
     folder.prune(tmp_path, write(tmp_path, 50, best=True), keep=1)
     assert steps(tmp_path) == [50]
     folder.prune(tmp_path, write(tmp_path, 60), keep=1)
-    assert steps(tmp_path) == [60, 50] and folder.best_first(tmp_path)[0].name == "step-00000050"
+    assert steps(tmp_path) == [60, 50] and Manifest.read(tmp_path / "step-00000050").best
 
 
 def test_prune_never_counts_on_a_damaged_one_and_ends_an_abandoned_continuation(tmp_path):

@@ -114,3 +114,15 @@ def test_a_bad_config_json_is_laid_to_its_folder(tmp_path: Path, change: dict[st
     file.write_text("{")
     with pytest.raises(ConfigError, match="cannot be used"):
         build(tmp_path, {})
+
+
+def test_a_window_that_is_asked_for_is_there(tmp_path: Path) -> None:
+    """Also beside a config.json that lists the layers' types, as every saved one does."""
+    ADAPTER.build(None, SHAPE, torch.float32).config.save_pretrained(tmp_path)
+    asked = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    kinds = ADAPTER.layer_kinds(build(tmp_path, asked), "block_causal")
+    assert [kind.window for kind in kinds] == [None, 8]
+    for shape in ({"sliding_window": 8}, {"use_sliding_window": True}, {**asked, "max_window_layers": 2}):
+        for path in (tmp_path, None):
+            with pytest.raises(ConfigError, match=r"model.shape.*sliding_window=.*no layer would have a window"):
+                build(path, shape if path else SHAPE | shape)

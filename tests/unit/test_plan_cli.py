@@ -216,6 +216,8 @@ def test_documents_fill_the_pack_as_training_would_cut_them(tmp_path: Path) -> N
 
     assert lengths("data.seq_len=1000", "data.document_tokens=1000") == [300, 50, 650]
     assert lengths("data.seq_len=2000", "data.document_tokens=256") == [256, 44, 50, 256, 256, 188, 20]
+    with pytest.raises(ConfigError, match=r"data.document_lengths=.*a document of 700 tokens, and data.long_documents"):
+        lengths("data.seq_len=2000", "data.document_tokens=400", "data.long_documents=error")
     assert lengths("data.seq_len=2000", "data.document_tokens=256", "data.long_documents=truncate") == [256, 50, 256,
                                                                                                       20]
 
@@ -256,7 +258,9 @@ def test_window_layers_by_the_rules_of_transformers() -> None:
 def test_expected_shapes_are_held_against_the_weights() -> None:
     from csbp.train.session import check_expected_shape
 
-    check_expected_shape({"hidden_size": 8, "canvas": 1}, SimpleNamespace(hidden_size=8))
+    check_expected_shape({"hidden_size": 8}, SimpleNamespace(hidden_size=8, canvas=1))
+    with pytest.raises(ConfigError, match=r"model.shape.canvas=1: the weights' configuration has no such field"):
+        check_expected_shape({"hidden_size": 8, "canvas": 1}, SimpleNamespace(hidden_size=8))
     with pytest.raises(ConfigError, match=r"model.shape.hidden_size=8: the weights have 16"):
         check_expected_shape({"hidden_size": 8}, SimpleNamespace(hidden_size=16))
 

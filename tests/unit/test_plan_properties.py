@@ -47,7 +47,8 @@ def arriving(plans: list[RankPlan], helds: list[np.ndarray], name: str) -> list[
 
 def check_kind(plan: PackPlan, plans: list[RankPlan], counts: KindCounts, kind: LayerKind) -> None:
     geometry, clean = plan.geometry, plan.geometry.num_clean
-    mask, owner = mask_of_pack(geometry, kind), plan.row_owner
+    mask, (runs, owners) = mask_of_pack(geometry, kind), plan.holding.owned
+    owner = np.repeat(owners, runs.end - runs.start)
     helds = [held(part, clean) for part in plans]
     arrived = arriving(plans, helds, kind.name)
     gathers = plan.exchange == "all_gather" or plan.scheme == "context" and kind.window is None
