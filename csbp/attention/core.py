@@ -58,6 +58,11 @@ def get_backend(name: str) -> Backend:
     return BACKENDS[name]
 
 
+def resolved(backend: Backend, query: Tensor, value: Tensor) -> Backend:
+    """The backend that computes these, where "auto" was asked for."""
+    return _fastest(query, value) if isinstance(backend, _Auto) else backend
+
+
 def _fastest(query: Tensor, value: Tensor) -> Backend:
     return BACKENDS[choose(query.device, query.dtype, query.shape[2], value.shape[2],
                            torch.are_deterministic_algorithms_enabled())]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csbp.attention.core import check_shapes, default_scale, get_backend
+from csbp.attention.core import check_shapes, default_scale, get_backend, resolved
 from csbp.attention.mask import IntervalMask
 from csbp.attention.phases import BoundKind, backward_phases, drive, forward_phases
 from csbp.attention.reference import compute_dtype
@@ -45,6 +45,8 @@ class BoundPlan:
 
     Attributes:
         rank_plan: the pure plan it was made from.
+        native: where nothing travels, use a kernel's own autograd if it has one. Selective checkpointing does not see
+            it as attention, and a compiler cannot trace how it is given its mask.
         transport: how rows travel.
         kinds: layer kind name -> masks and exchange.
         num_clean, num_noised: own rows of the two streams (a dummy row counts as noised).
@@ -54,9 +56,9 @@ class BoundPlan:
     numbers_layers = False
 
     def __init__(self, rank_plan: RankPlan, transport: Transport, device: torch.device | str = "cpu",
-                 backend: str = "auto", wire: torch.dtype | None = None) -> None:
+                 backend: str = "auto", wire: torch.dtype | None = None, native: bool = False) -> None:
         assert (rank_plan.rank, rank_plan.world) == (transport.rank, transport.world)
-        self.rank_plan, self.transport = rank_plan, transport
+        self.rank_plan, self.transport, self.native = rank_plan, transport, native
         self.num_clean, self.num_noised = len(rank_plan.rows.clean), len(rank_plan.rows.noised)
         travels = rank_plan.world > 1 and rank_plan.scheme != "block"
         self.kinds = {name: _bind(kind, travels, device, backend, wire) for name, kind in rank_plan.kinds.items()}
@@ -87,6 +89,10 @@ class BoundPlan:
         rows = self.num_clean + (self.num_noised if self.rank_plan.kinds[kind].kind.noised else 0)
         if len(key) != rows:
             raise ValueError(f"{len(key)} keys; the plan gives this rank {rows}")
+        bound = self.kinds[kind]
+        whole = getattr(resolved(bound.backend, query, value), "attend", None) if self.native else None
+        if whole is not None and not bound.travels and len(query) and len(key):
+            return whole(query, key, value, bound.here, default_scale(query, scale))[0]
         out, _ = torch.ops.csbp.attend(query, key, value, self._handles[kind], default_scale(query, scale))
         return out
 

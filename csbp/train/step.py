@@ -88,8 +88,9 @@ class StepRunner:
     """
 
     def __init__(self, model: nn.Module, adapter: ModelAdapter, runtime: Runtime, backend: str,
-                 shape: ModelShape | None = None, logit_rows: int | None = None) -> None:
+                 shape: ModelShape | None = None, logit_rows: int | None = None, native: bool = False) -> None:
         self.model, self.adapter, self.runtime, self.backend = model, adapter, runtime, backend
+        self.native = native  # see BoundPlan
         self.logit_rows = logit_rows  # rows whose logits exist at once; None: by their bytes
         self.shape = shape  # for balancing kinds of layers and counting FLOPs; None: kinds weigh alike, not counted
 
@@ -110,7 +111,8 @@ class StepRunner:
             plan = plan_rank(layout.geometry, kinds, runtime.csbp, runtime.csbp_rank, scheme=runtime.scheme,
                              exchange=runtime.exchange, weights=weights)
             works.append(Work(layout, scatter(layout, plan.rows, runtime.device),
-                              BoundPlan(plan, runtime.transport, runtime.device, self.backend, runtime.gradient_wire)))
+                              BoundPlan(plan, runtime.transport, runtime.device, self.backend, runtime.gradient_wire,
+                                        self.native)))
         return works
 
     def counts(self, works: Sequence[Work], stop: bool = False) -> Tensor:
