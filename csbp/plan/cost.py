@@ -7,7 +7,26 @@ pairs that are really attended; a profile says what one of each costs for one qu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from csbp.plan.ranges import RowRanges
+from csbp.plan.tasks import TILE
+
+FEMTO = 1e-15  # seconds
+
+
+@dataclass(frozen=True)
+class Work:
+    """What attention has to do: of one launch, or of many, one entry each. int64."""
+
+    tiles: np.ndarray
+    segments: np.ndarray
+    pairs: np.ndarray
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.tiles + other.tiles, self.segments + other.segments, self.pairs + other.pairs)
 
 
 @dataclass(frozen=True)
@@ -17,6 +36,14 @@ class PassCost:
     tile: int
     segment: int
     pair: int
+
+    def of(self, tiles: np.ndarray, segments: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+        """int64, like the counts: femtoseconds of one query head."""
+        return self.tile * tiles + self.segment * segments + self.pair * pairs
+
+    def times(self, factor: float) -> PassCost:
+        """The same of something that takes so many times as long, in whole femtoseconds."""
+        return PassCost(*(round(part * factor) for part in (self.tile, self.segment, self.pair)))
 
 
 @dataclass(frozen=True)
@@ -36,3 +63,45 @@ class CostModel:
     forward: PassCost
     backward: PassCost
     launch: int
+
+    def for_heads(self, head_dim: int) -> CostModel:
+        """For heads of another size: every part in the proportion of their FLOPs, but for the launch."""
+        factor = head_dim / self.head_dim
+        return replace(self, head_dim=head_dim, forward=self.forward.times(factor),
+                       backward=self.backward.times(factor))
+
+    def passes(self, forwards: int = 1) -> PassCost:
+        """One training step of a layer: some forwards (two where it is computed again) and one backward."""
+        pairs = ((self.forward.tile, self.backward.tile), (self.forward.segment, self.backward.segment),
+                 (self.forward.pair, self.backward.pair))
+        return PassCost(*(forwards * forward + backward for forward, backward in pairs))
+
+    def seconds(self, work: Work, heads: int, *, forwards: int = 1, launches: int = 1) -> np.ndarray:
+        """float64, like ``work``: one training step of one layer.
+
+        Args:
+            heads: query heads of a rank.
+            launches: kernels that share the work.
+        """
+        once = self.passes(forwards).of(work.tiles, work.segments, work.pairs)
+        return FEMTO * (heads * np.asarray(once, np.float64) + launches * self.launch)
+
+
+def key_tiles(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """int64, tiles of keys that a segment visits which sees [low, high) between its rows: as many as so many keys
+    fill. Where they begin within a tile is left out; a kernel visits up to one more."""
+    return np.maximum(-(-(high - low) // TILE), 0)
+
+
+def launch_work(ranges: RowRanges) -> Work:
+    """Of one launch over S query rows in the order in which they lie: every ``TILE`` rows visit all keys between the
+    first and the last that one of them sees, in each of the two ranges."""
+    tiles = segments = 0
+    at, far = np.arange(0, len(ranges.prefix_start), TILE), np.iinfo(np.int64).max
+    for low, high in ((ranges.prefix_start, ranges.prefix_end), (ranges.block_start, ranges.block_end)):
+        live = high > low
+        if live.any():
+            last = np.maximum.reduceat(np.where(live, high, 0), at)
+            first = np.minimum(np.minimum.reduceat(np.where(live, low, far), at), last)
+            tiles, segments = tiles + int(key_tiles(first, last).sum()), segments + int((last > 0).sum())
+    return Work(np.int64(tiles), np.int64(segments), np.int64(ranges.pairs.sum()))  # type: ignore[arg-type]
