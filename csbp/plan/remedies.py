@@ -8,6 +8,7 @@ from typing import Any
 
 from csbp.plan.estimate import Device, Memory, Settings, predict_memory
 from csbp.plan.forecast import Case, Forecast, forecast
+from csbp.plan.limits import MAX_AXIS
 
 _MOST_TIMES = 64  # as many ranks as the run has
 
@@ -76,7 +77,7 @@ def _more_ranks(case: Case, found: Forecast, settings: Settings, device: Device,
     ranks, remedy, times = found.plan.world, None, 2
     while times <= _MOST_TIMES:
         axis = 1 if found.kind == "data" else ranks * times
-        if axis > len(case.geometry.cell_starts) - 1:
+        if axis > min(len(case.geometry.cell_starts) - 1, MAX_AXIS):
             break
         planned = forecast(case, found.kind, axis, replace(settings, world=settings.world * times), device, exchange)
         words = f"parallel.nproc={settings.world * times}" + (f" parallel.csbp={axis}" if axis > 1 else "")

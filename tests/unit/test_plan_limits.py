@@ -63,6 +63,21 @@ def test_plain_data_parallel_on_more_ranks_than_an_axis_can_have(capsys: pytest.
     assert code == 0 and json.loads(out)["replicas"] == 6144, err
 
 
+def test_no_remedy_has_more_ranks_than_an_axis(capsys: pytest.CaptureFixture[str],
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    def offered() -> bool:
+        with pytest.raises(SystemExit):
+            main(["plan", "experiment=nemotron_8b_sft", "parallel.csbp=4", "data.seq_len=2048",
+                  "model.shape.hidden_size=10000000"])
+        said = capsys.readouterr().out
+        assert "Nothing fits" in said
+        return "parallel.nproc=8" in said or "parallel.csbp=64" in said
+
+    assert offered()
+    monkeypatch.setattr("csbp.plan.remedies.MAX_AXIS", 4)
+    assert not offered()
+
+
 @pytest.mark.parametrize("text", ["[]", "5", "null", '"x"'])
 def test_a_config_that_is_no_object(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str) -> None:
     assert "config.json is not a JSON object" in refused(capsys, *of_config(tmp_path, text))
