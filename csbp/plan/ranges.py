@@ -84,7 +84,7 @@ def noised_ranges(geometry: Geometry, kind: LayerKind, rows: np.ndarray | None =
     return RowRanges(start, end, own_start, own_end)
 
 
-def _sum_at_least(first: np.ndarray, count: np.ndarray, floor: np.ndarray) -> np.ndarray:
+def sum_at_least(first: np.ndarray, count: np.ndarray, floor: np.ndarray) -> np.ndarray:
     """Sum of max(floor, first + i) over i < count."""
     low = np.clip(floor - first, 0, count)
     rest = count - low
@@ -101,7 +101,7 @@ def clean_pairs(geometry: Geometry, kind: LayerKind, cell: np.ndarray, start: np
         ends = rows * (start + 1) + rows * (rows - 1) // 2
     else:
         ends = rows * geometry.cell_starts[cell + 1]
-    starts = rows * document if kind.window is None else _sum_at_least(start - kind.window + 1, rows, document)
+    starts = rows * document if kind.window is None else sum_at_least(start - kind.window + 1, rows, document)
     return ends - starts
 
 
@@ -117,7 +117,7 @@ def noised_pairs(geometry: Geometry, kind: LayerKind, block: np.ndarray, start: 
         prefix = rows * np.minimum(prefix_end - document, kind.window - 1)
     elif kind.window is not None:
         near = np.clip(kind.window - slot, 0, rows)  # further slots see no clean row at all
-        prefix = near * prefix_end - _sum_at_least(prefix_end + slot - kind.window + 1, near, document)
+        prefix = near * prefix_end - sum_at_least(prefix_end + slot - kind.window + 1, near, document)
     if kind.in_block == "bidirectional":
         return prefix + rows * (geometry.block_starts[block + 1] - geometry.block_starts[block])
     return prefix + rows * (slot + 1) + rows * (rows - 1) // 2

@@ -29,7 +29,7 @@ class Pieces:
         dense_low, dense_high: those that every one of them sees. Only there a piece may be cut; none if
             dense_high <= dense_low.
         pairs: (query, key) pairs of the prefix ranges.
-        low_pairs: of these, pairs with keys below ``dense_low`` (where the piece may be cut).
+        low_pairs: of these, pairs with keys below ``dense_low``; 0 where the piece may not be cut.
     """
 
     owner: np.ndarray
@@ -45,6 +45,17 @@ class Pieces:
 
     def __len__(self) -> int:
         return len(self.owner)
+
+    def pairs_within(self, index: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        """int64, pairs of the pieces ``index`` with keys in [low, high).
+
+        Exact if each bound lies in the dense zone or not inside the piece's range at all.
+        """
+        return np.maximum(self._pairs_below(index, high) - self._pairs_below(index, low), 0)
+
+    def _pairs_below(self, index: np.ndarray, key: np.ndarray) -> np.ndarray:
+        inside = self.low_pairs[index] + self.rows[index] * (key - self.dense_low[index])
+        return np.where(key <= self.low[index], 0, np.where(key >= self.high[index], self.pairs[index], inside))
 
 
 @dataclass(frozen=True)
