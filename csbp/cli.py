@@ -13,7 +13,7 @@ from pathlib import Path
 
 from csbp import __version__
 from csbp.checkpoint.target import NOT_OURS, may_export_to
-from csbp.config.bench import BenchAttentionConfig, BenchStepConfig
+from csbp.config.bench import BenchAttentionConfig, BenchProfileConfig, BenchStepConfig
 from csbp.config.fields import nearest_name
 from csbp.config.schema import GenerateConfig
 from csbp.errors import ConfigError, UserError, met_by_all
@@ -85,13 +85,15 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
                 run_settings("csbp plan experiment=nemotron_8b_sft parallel.nproc=16 data.seq_len=262144"))
     plan.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     plan.add_argument("--picture", default="", metavar="FILE", help="draw who owns and reads what: .svg or .png")
-    bench = _add(commands, "bench", _bench, "measure attention or whole steps: time, TFLOP/s, memory, communication",
+    bench = _add(commands, "bench", _bench, "measure attention, whole steps, or what attention costs on this device",
                  "csbp bench attention takes:\n" + settings_of(BenchAttentionConfig)
                  + "\n\ncsbp bench step takes experiment=NAME and what changes it, as csbp train, and:\n"
-                 + settings_of(BenchStepConfig) + "\n\nWhat is measured, and how: docs/benchmarks.md\n\nexamples:\n"
+                 + settings_of(BenchStepConfig) + "\n\ncsbp bench profile takes:\n" + settings_of(BenchProfileConfig)
+                 + "\n\nWhat is measured, and how: docs/benchmarks.md\n\nexamples:\n"
                  "  csbp bench attention preset=h200\n"
                  "  torchrun --nproc-per-node 2 $(which csbp) bench attention preset=h200\n"
-                 "  csbp bench step experiment=quickstart \"variants=[default, 'parallel.checkpointing=full']\"")
+                 "  csbp bench step experiment=quickstart \"variants=[default, 'parallel.checkpointing=full']\"\n"
+                 "  csbp bench profile out=h200.json")
     bench.add_argument("--json", action="store_true", help="print one JSON list and nothing else")
     bench.add_argument("--out", default="", metavar="FILE", help="put the rows into this file of results, each in the "
                                                                  "place of the one with its name")
@@ -144,11 +146,13 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _bench(arguments: argparse.Namespace) -> int:
     outlast_output()
     what, *settings = arguments.settings or [""]
-    if what not in ("attention", "step"):
-        fix = nearest_name(what, ["attention", "step"], "say what to measure")
+    if what not in ("attention", "step", "profile"):
+        fix = nearest_name(what, ["attention", "step", "profile"], "say what to measure")
         raise ConfigError(f"bench {what}".strip(), ..., fix)
     if what == "attention":
         from csbp.bench.attention import run_attention as run
+    elif what == "profile":
+        from csbp.bench.profile import run_profile as run
     else:
         from csbp.bench.step import run_step as run
 

@@ -29,15 +29,19 @@ def spread(milliseconds: np.ndarray) -> Spread:
 
 
 class Clock:
-    """Marks points in a device's work."""
+    """Marks points in a device's work.
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+    Args:
+        host: on a CPU, what tells the time, in seconds.
+    """
+
+    def __init__(self, device: torch.device, host: Callable[[], float] = time.perf_counter) -> None:
+        self._cuda, self._host = device.type == "cuda", host
 
     def mark(self) -> Any:
         """Now, in the order of the work that is queued on this thread's stream."""
         if not self._cuda:
-            return time.perf_counter()
+            return self._host()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -51,7 +55,7 @@ class Clock:
 
 
 def time_parts(runtime: Runtime, run: Callable[[int], Iterator[None]], *, warmup: int, repeats: int,
-               seconds: float) -> np.ndarray:
+               seconds: float, host: Callable[[], float] = time.perf_counter) -> np.ndarray:
     """Milliseconds of the parts of a run, float64 [runs, parts]. Collective.
 
     The runs follow each other without a pause, as layers do; the ranks of a run hold each other in step.
@@ -61,8 +65,9 @@ def time_parts(runtime: Runtime, run: Callable[[int], Iterator[None]], *, warmup
         warmup: runs that are not counted.
         repeats: most runs that are.
         seconds: what they may take together, as far as ``FEWEST`` runs fit into it; rank 0 decides.
+        host: on a CPU, what tells the time, in seconds.
     """
-    clock = Clock(runtime.device)
+    clock = Clock(runtime.device, host)
 
     def once(turn: int) -> list[Any]:
         return [clock.mark(), *(clock.mark() for _ in run(turn))]

@@ -1,4 +1,4 @@
-"""The settings of ``csbp bench attention`` and ``csbp bench step``."""
+"""The settings of ``csbp bench attention``, ``csbp bench step`` and ``csbp bench profile``."""
 
 from __future__ import annotations
 
@@ -63,3 +63,28 @@ class BenchStepConfig:
                                  "without a label; default: no change")
     warmup: int = option(3, "steps before the timed ones", low=1, high=1000)
     repeats: int = option(10, "timed steps", low=1, high=10**6)
+
+
+@dataclass(frozen=True)
+class BenchProfileConfig:
+    """``csbp bench profile``: what attention costs on this device, for csbp to plan by (docs/cad.md)."""
+
+    out: str = option("", "FILE.json to write the profile to; empty: it is only shown")
+    name: str = option("", "what the device is called; empty: its own name")
+    rows: int | None = option(None, "query rows of the largest launch; null: 65,536 on a GPU, 4,096 on a CPU", low=2048,
+                              high=MAX_ROWS)
+    block_size: int = option(32, "rows of a target block", low=1, high=1024)
+    heads: int | None = option(None, "query heads; null: 32 on a GPU, 4 on a CPU", low=1, high=4096)
+    kv_heads: int | None = option(None, "key/value heads; must divide heads; null: 8 on a GPU, 2 on a CPU", low=1,
+                                  high=4096)
+    head_dim: int | None = option(None, "numbers of a head; null: 128 on a GPU, 64 on a CPU", low=1, high=4096)
+    dtype: str = option("auto", "of queries, keys and values; auto: bfloat16 on a GPU, float32 on a CPU",
+                        choices=("auto", "bfloat16", "float32"))
+    backend: str = option("auto", "kernel to measure; auto: the fastest that this device can use",
+                          choices=("auto", "flash", "wide", "flex", "reference"))
+    repeats: int = option(20, "timed runs of each launch, at most", low=1, high=10**6)
+    seconds: float = option(1.0, "time for one launch's runs; at least three are made", low=0.0, high=86400.0)
+    warmup: int = option(2, "runs before them", low=1, high=1000)
+    seed: int = option(0, "seed of lengths and data", low=0)
+    device: str = option("auto", "auto: a GPU, where there is one", choices=("auto", "cpu", "cuda"))
+    threads: int = option(1, "CPU threads", low=1, high=1024)

@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from csbp.config.bench import BenchAttentionConfig, BenchStepConfig
+from csbp.config.bench import BenchAttentionConfig, BenchProfileConfig, BenchStepConfig
 from csbp.config.content import check_keys, refuse_code
 from csbp.config.fields import find_field, nearest_name
 from csbp.config.files import OWN_FILE, place, read_mapping
@@ -106,7 +106,7 @@ def _compose(name: str, cls: type[T], overrides: list[str], values: dict[str, st
 def _register_schemas() -> None:
     """What lets Hydra refuse unknown keys and wrong types in files; named in the defaults lists."""
     for name, cls in (("config", RunConfig), ("generate", GenerateConfig), ("bench_attention", BenchAttentionConfig),
-                      ("bench_step", BenchStepConfig)):
+                      ("bench_step", BenchStepConfig), ("bench_profile", BenchProfileConfig)):
         ConfigStore.instance().store(name=f"{name}_schema", node=open_schema(cls))
 
 

@@ -10,7 +10,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from csbp.config.bench import BenchAttentionConfig, BenchStepConfig
+from csbp.config.bench import BenchAttentionConfig, BenchProfileConfig, BenchStepConfig
 from csbp.config.fields import Field, fields_of
 from csbp.config.places import described_recipes, experiments
 from csbp.config.schema import GenerateConfig, RunConfig, SourceConfig
@@ -19,7 +19,7 @@ from csbp.config.typed import dump_plain
 # conf/NAME.yaml -> the command that it is of, and its settings.
 COMMANDS: dict[str, tuple[str, type]] = {
     "generate": ("csbp generate", GenerateConfig), "bench_attention": ("csbp bench attention", BenchAttentionConfig),
-    "bench_step": ("csbp bench step", BenchStepConfig)}
+    "bench_step": ("csbp bench step", BenchStepConfig), "bench_profile": ("csbp bench profile", BenchProfileConfig)}
 _ORIGIN = "Written by `python -m csbp.config.reference` from csbp/config/schema.py; edit that file instead."
 
 

@@ -88,9 +88,9 @@ class CostModel:
 
 
 def key_tiles(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """int64, tiles of keys that a segment visits which sees [low, high) between its rows: as many as so many keys
-    fill. Where they begin within a tile is left out; a kernel visits up to one more."""
-    return np.maximum(-(-(high - low) // TILE), 0)
+    """int64, tiles of keys that a segment visits whose rows together see [low, high), none if that is empty. Counted
+    on the grid in which these keys are numbered: a range that is cut on it visits as many tiles in parts as whole."""
+    return np.where(high > low, -(-high // TILE) - low // TILE, 0)
 
 
 def launch_work(ranges: RowRanges) -> Work:
