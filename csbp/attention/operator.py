@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from csbp.attention.core import check_shapes, default_scale, get_backend, resolved
+from csbp.attention.guests import BoundGuests
 from csbp.attention.mask import IntervalMask
 from csbp.attention.phases import BoundKind, backward_phases, drive, forward_phases
 from csbp.attention.reference import compute_dtype
+from csbp.comm.buffers import Buffers
 from csbp.comm.transport import Transport
 from csbp.comm.upload import upload
 from csbp.plan.plan import KindPlan, RankPlan
@@ -31,6 +33,7 @@ class _Call:
 
     kind: BoundKind
     transport: Transport
+    overlap: bool
 
 
 # Handle -> call. Whoever made a plan keeps it until its backwards are done; a plan that is gone leaves no trace.
@@ -47,7 +50,7 @@ class BoundPlan:
         rank_plan: the pure plan it was made from.
         native: where nothing travels, use a kernel's own autograd if it has one. Selective checkpointing does not see
             it as attention, and a compiler cannot trace how it is given its mask.
-        transport: how rows travel.
+        transport: how rows travel, while attention runs unless ``overlap`` is False (to measure what that hides).
         kinds: layer kind name -> masks and exchange.
         num_clean, num_noised: own rows of the two streams (a dummy row counts as noised).
         numbers_layers: whether ``attend`` must be told the layer's number.
@@ -56,13 +59,17 @@ class BoundPlan:
     numbers_layers = False
 
     def __init__(self, rank_plan: RankPlan, transport: Transport, device: torch.device | str = "cpu",
-                 backend: str = "auto", wire: torch.dtype | None = None, native: bool = False) -> None:
+                 backend: str = "auto", wire: torch.dtype | None = None, native: bool = False,
+                 overlap: bool = True) -> None:
         assert (rank_plan.rank, rank_plan.world) == (transport.rank, transport.world)
         self.rank_plan, self.transport, self.native = rank_plan, transport, native
         self.num_clean, self.num_noised = len(rank_plan.rows.clean), len(rank_plan.rows.noised)
         travels = rank_plan.world > 1 and rank_plan.scheme != "block"
-        self.kinds = {name: _bind(kind, travels, device, backend, wire) for name, kind in rank_plan.kinds.items()}
-        self._calls = {name: _Call(kind, transport) for name, kind in self.kinds.items()}
+        plain = Buffers(reuse=False)
+        self.kinds = {name: _bind(kind, travels, self.num_clean, device, backend, wire,
+                                  plain if kind.guests is None else transport.buffers)
+                      for name, kind in rank_plan.kinds.items()}
+        self._calls = {name: _Call(kind, transport, overlap) for name, kind in self.kinds.items()}
         self._handles = {name: next(_HANDLES) for name in self.kinds}
         for name, handle in self._handles.items():
             _CALLS[handle] = self._calls[name]
@@ -97,24 +104,25 @@ class BoundPlan:
         return out
 
 
-def _bind(kind: KindPlan, travels: bool, device: torch.device | str, backend: str,
-          wire: torch.dtype | None) -> BoundKind:
+def _bind(kind: KindPlan, travels: bool, num_clean: int, device: torch.device | str, backend: str,
+          wire: torch.dtype | None, memory: Buffers) -> BoundKind:
     def mask(ranges: Any) -> IntervalMask:
         return IntervalMask.from_arrays(ranges.prefix_start, ranges.prefix_end, ranges.block_start,
                                         ranges.block_end, device)
 
-    exchange = kind.exchange
+    exchange, guests = kind.exchange, kind.guests
     return BoundKind(
-        here=mask(kind.here), arrived=mask(kind.arrived),
+        here=mask(kind.here), arrived=mask(kind.arrived), sees_far=bool(kind.arrived.pairs.any()),
         send=upload(exchange.send, device), send_counts=exchange.send_counts,
         receive_counts=exchange.receive_counts, to_global=upload(exchange.to_global, device),
-        backend=get_backend(backend), travels=travels, wire=wire)
+        backend=get_backend(backend), travels=travels, num_clean=num_clean, wire=wire, memory=memory,
+        guests=None if guests is None else BoundGuests.bind(guests, device))
 
 
 @torch.library.custom_op("csbp::attend", mutates_args=())
 def _attend(query: Tensor, key: Tensor, value: Tensor, handle: int, scale: float) -> tuple[Tensor, Tensor]:
     call = _CALLS[handle]
-    out, lse = drive(forward_phases(query, key, value, call.kind, scale), call.transport)
+    out, lse = drive(forward_phases(query, key, value, call.kind, scale), call.transport, call.overlap)
     return out.contiguous(), lse.t().contiguous().t()  # as promised below, whatever the backend
 
 
@@ -130,7 +138,7 @@ def _attend_backward(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, ou
                      scale: float) -> tuple[Tensor, Tensor, Tensor]:
     call = _CALLS[handle]
     phases = backward_phases(dout, query, key, value, out, lse, call.kind, scale)
-    dq, dk, dv = drive(phases, call.transport)
+    dq, dk, dv = drive(phases, call.transport, call.overlap)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 

@@ -31,5 +31,6 @@ class ResidentTransport(Counting):
         shape = (sum(outgoing.receive_counts), *sent.shape[1:])
         key = (outgoing.label, shape, sent.dtype)
         if key not in self._rows:
-            self._rows[key] = torch.randn(shape, dtype=sent.dtype, device=sent.device)
+            make = torch.randn if sent.dtype.is_floating_point else torch.zeros  # parcels of bytes hold numbers
+            self._rows[key] = make(shape, dtype=sent.dtype, device=sent.device)
         return _Here(self._rows[key])

@@ -33,7 +33,8 @@ def carry(outgoing: Sequence[Outgoing]) -> list[Tensor]:
         outgoing: what each rank sends, by rank.
 
     Returns:
-        What each rank receives: [sum(receive_counts), ...], grouped by source rank, in memory of its own.
+        What each rank receives: [sum(receive_counts), ...], grouped by source rank, in memory of its own: where it
+        asked for it.
 
     Raises:
         LoopbackError: labels, dtypes, row shapes or counts of two ranks do not fit.
@@ -54,7 +55,7 @@ def carry(outgoing: Sequence[Outgoing]) -> list[Tensor]:
                 raise LoopbackError(f"rank {source} sends {sent} rows of {first.label!r} to rank {target}, "
                                     f"which awaits {awaited}")
     parts = [one.rows.split(one.send_counts) for one in outgoing]
-    return [torch.cat([part[rank] for part in parts]) for rank in range(world)]
+    return [torch.cat([part[rank] for part in parts], out=outgoing[rank].into) for rank in range(world)]
 
 
 class LoopbackWorld:

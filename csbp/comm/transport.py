@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from csbp.comm.buffers import Buffers
+
 
 @dataclass(frozen=True)
 class Outgoing:
@@ -23,13 +25,15 @@ class Outgoing:
     Attributes:
         rows: [sum(send_counts), ...], grouped by destination rank.
         send_counts, receive_counts: rows per peer; a rank sends none to itself.
-        label: what travels, for the counters: "keys" or "gradients".
+        label: what travels, for the counters: "keys", "queries", "outputs", "gradients" or "query_gradients".
+        into: memory like ``rows`` for what is received; None: new memory.
     """
 
     rows: Tensor
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
     label: str
+    into: Tensor | None = None
 
 
 class Pending(Protocol):
@@ -48,6 +52,7 @@ class Transport(Protocol):
     sent_rows: dict[str, int]
     sent_bytes: dict[str, int]
     waited_seconds: float
+    buffers: Buffers
 
     def start(self, outgoing: Outgoing) -> Pending:
         """Begin; every rank of the axis must start the same exchanges in the same order, empty or not."""
@@ -55,10 +60,11 @@ class Transport(Protocol):
 
 
 class Counting:
-    """Rank, world and counters of a transport."""
+    """Rank, world, counters and memory of a transport."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
+        self.buffers = Buffers()
         self.sent_rows: dict[str, int] = {}
         self.sent_bytes: dict[str, int] = {}
         self.waited_seconds = 0.0  # of the host, for exchanges that were not over when their rows were needed
@@ -123,8 +129,9 @@ class ProcessGroupTransport(Counting):
         """Begin the exchange without waiting for it."""
         self.count(outgoing)
         sent = outgoing.rows.contiguous()
-        received = torch.empty(sum(outgoing.receive_counts), *sent.shape[1:], dtype=sent.dtype,
-                               device=sent.device)
+        received = outgoing.into
+        if received is None:
+            received = sent.new_empty(sum(outgoing.receive_counts), *sent.shape[1:])
         work = dist.all_to_all_single(received, sent, list(outgoing.receive_counts),
                                       list(outgoing.send_counts), group=self.group, async_op=True)
         assert work is not None

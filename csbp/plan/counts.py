@@ -21,13 +21,17 @@ class KindCounts:
     """One kind of layer. All int64 [N].
 
     Attributes:
-        pairs: (query, key) pairs that each rank attends.
+        pairs: (query, key) pairs that each rank attends, as a server of others too.
         received, sent: rows whose keys and values each rank gets from others and gives to others.
+        guests, lent: query rows that each rank attends for others, and that others attend for it; a row that goes to
+            two servers counts twice.
     """
 
     pairs: np.ndarray
     received: np.ndarray
     sent: np.ndarray
+    guests: np.ndarray
+    lent: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,10 @@ def count_plan(plan: PackPlan) -> PlanCounts:
     clean += [int(runs.before[-1]) for runs in holding.clean_runs]
     kinds = {}
     for kind in plan.kinds:
-        matrix = plan.traffic[kind.name]
-        kinds[kind.name] = KindCounts(_pairs(plan, kind), matrix.sum(0), matrix.sum(1))
+        matrix, served, pairs = plan.traffic[kind.name], plan.served.get(kind.name), _pairs(plan, kind)
+        moved = np.zeros_like(matrix) if served is None else served.matrix
+        kinds[kind.name] = KindCounts(pairs if served is None else pairs + served.balance(),
+                                      matrix.sum(0), matrix.sum(1), moved.sum(0), moved.sum(1))
     per_clean, per_noised = row_costs(plan.kinds, plan.pair_weights)
     cost = clean * per_clean + noised * per_noised
     for kind, weight in zip(plan.kinds, plan.pair_weights, strict=True):

@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 
 import numpy as np
 
 from csbp.plan.geometry import Geometry, LayerKind
+from csbp.plan.guests import Guests, QueryRows, Served
 from csbp.plan.holding import Holding, RankRows
 from csbp.plan.ownership import Ownership, assign_owners
-from csbp.plan.ranges import RowRanges, clean_ranges, index_of, join, noised_ranges
-from csbp.plan.runs import Runs
+from csbp.plan.ranges import RowRanges, clean_ranges, join, meet, noised_ranges
+from csbp.plan.tasks import Moves
 from csbp.plan.travel import Exchange, Travel, find_travel
 
 SCHEMES = ("csbp", "context", "block")
@@ -42,7 +44,8 @@ class KindPlan:
         here: ranges into [own clean rows | own noised rows], int64 [S] each.
         arrived: ranges into the received rows in global order, int64 [S] each.
         exchange: the rows that travel.
-        pairs: attended (query, key) pairs of this rank.
+        pairs: (query, key) pairs that this rank attends, as a server of others too.
+        guests: its part in moving query rows; None where no rank's do. What others attend is not in the ranges above.
     """
 
     kind: LayerKind
@@ -50,6 +53,7 @@ class KindPlan:
     arrived: RowRanges
     exchange: Exchange
     pairs: int
+    guests: Guests | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class PackPlan:
             streams that travel. In the "context" scheme layers without a window always gather.
         owners: who owns which cell and block, if not for the planner to choose; unused in the "context" scheme.
         weights: what a pair costs in all layers of each kind (see ``ModelShape.weights``); 1 each by default.
+        moves: by name of a layer kind, what other ranks than the owners attend (scheme "csbp" alone).
     """
 
     geometry: Geometry
@@ -85,8 +90,10 @@ class PackPlan:
     exchange: str = "exact"
     owners: Ownership | None = None
     weights: tuple[int, ...] | None = None
+    moves: Mapping[str, Moves] | None = None
 
     def __post_init__(self) -> None:
+        assert self.scheme == "csbp" or not self.moves
         assert self.scheme in SCHEMES and self.exchange in EXCHANGES
         assert len({kind.name for kind in self.kinds}) == len(self.kinds), "layer kinds must have different names"
         assert self.weights is None or len(self.weights) == len(self.kinds)
@@ -124,7 +131,19 @@ class PackPlan:
         def gathers(kind: LayerKind) -> bool:
             return self.exchange == "all_gather" or (self.scheme == "context" and kind.window is None)
 
-        return {kind.name: find_travel(self.holding, kind, gathers(kind)) for kind in self.kinds}
+        served = {name: part.needs() for name, part in self.served.items()}
+        return {kind.name: find_travel(self.holding, kind, gathers(kind), served.get(kind.name)) for kind in self.kinds}
+
+    @cached_property
+    def served(self) -> dict[str, Served]:
+        """Layer kind -> the query rows that move; only kinds of which some do."""
+        moves = {} if self.world == 1 else self.moves or {}
+        if not moves:
+            return {}
+        from csbp.plan.pieces import find_pieces  # which knows plans
+
+        return {kind.name: Served(QueryRows(self.holding, kind), find_pieces(self, kind), moves[kind.name])
+                for kind in self.kinds if kind.name in moves and len(moves[kind.name])}
 
     def rank_plan(self, rank: int) -> RankPlan:
         """One rank's part."""
@@ -167,49 +186,36 @@ class PackPlan:
         arrays = {name: np.array(values, np.int64) for name, values in found["arrays"].items()}
         geometry = Geometry(**{f.name: arrays.pop(f.name) for f in fields(Geometry)})
         weights = None if found["weights"] is None else tuple(found["weights"])
+        moves = {name: Moves(**{f.name: arrays.pop(f"{name}: {f.name}") for f in fields(Moves)})
+                 for name in found.get("moved", [])}
         return cls(geometry, tuple(LayerKind(**kind) for kind in found["kinds"]), found["world"], found["scheme"],
-                   found["exchange"], Ownership(**arrays) if arrays else None, weights)
+                   found["exchange"], Ownership(**arrays) if arrays else None, weights, moves or None)
 
     def _parts(self, owners: Ownership | None) -> tuple[dict[str, object], dict[str, np.ndarray]]:
         """Settings and arrays of the plan."""
         settings = {"format": FORMAT, "world": self.world, "scheme": self.scheme, "exchange": self.exchange,
                     "weights": self.weights and list(self.weights), "kinds": [asdict(kind) for kind in self.kinds]}
         arrays = {f.name: getattr(part, f.name) for part in (self.geometry, owners) if part for f in fields(part)}
-        return settings, arrays
+        for name, moves in sorted((self.moves or {}).items()):
+            arrays |= {f"{name}: {f.name}": getattr(moves, f.name) for f in fields(moves)}
+        return settings | {"moved": sorted(self.moves or {})}, arrays
 
     def _rows(self, rank: int) -> RankRows:
         return self.holding.rank_rows(rank, any(kind.clean == "absent" for kind in self.kinds))
 
     def _kind(self, kind: LayerKind, rank: int, rows: RankRows) -> KindPlan:
         (held, places), travel, clean = self.holding.held(rank), self.travel[kind.name], self.geometry.num_clean
-        mine = self.queries(kind, rows)
-        return KindPlan(kind=kind, here=_meet(mine, held, clean, places),
-                        arrived=_meet(mine, travel.arriving(rank), clean, None),
-                        exchange=travel.exchange(rank, held), pairs=int(mine.pairs.sum()))
+        mine, arriving = self.queries(kind, rows), travel.arriving(rank)
+        served, guests = self.served.get(kind.name), None
+        if served is not None:
+            mine = served.at_home(rank, mine)
+            guests = served.guests(rank, arriving, self.holding.clean_runs[rank])
+        return KindPlan(kind=kind, here=meet(mine, held, clean, places), arrived=meet(mine, arriving, clean, None),
+                        exchange=travel.exchange(rank, held), guests=guests,
+                        pairs=int(mine.pairs.sum()) + (guests.pairs if guests else 0))
 
 
 def plan_rank(geometry: Geometry, kinds: tuple[LayerKind, ...], world: int, rank: int, *, scheme: str = "csbp",
               exchange: str = "exact", weights: tuple[int, ...] | None = None) -> RankPlan:
     """One rank's plan of a pack; see ``PackPlan`` for the arguments."""
     return PackPlan(geometry, kinds, world, scheme, exchange, weights=weights).rank_plan(rank)
-
-
-def _meet(queries: RowRanges, kept: Runs, clean: int, places: np.ndarray | None) -> RowRanges:
-    """The queries' ranges met with a subset of all rows.
-
-    Args:
-        kept: the subset over both streams; no run crosses from the one to the other.
-        clean: T.
-        places: where the kept noised runs lie locally; None: all in ascending order. The kept rows of one block
-            must lie together and in order.
-    """
-    start = kept.below(queries.prefix_start)
-    end = kept.below(np.maximum(queries.prefix_end, queries.prefix_start))
-    first = kept.below(clean + queries.block_start)
-    length = kept.below(clean + np.maximum(queries.block_end, queries.block_start)) - first
-    if places is not None and len(places):
-        runs = len(kept.start) - len(places)
-        run = np.clip(index_of(kept.before[runs:-1], first), 0, len(places) - 1)
-        first = places[run] + first - kept.before[runs + run]
-    first = np.where(length > 0, first, 0)
-    return RowRanges(start, end, first, first + length)

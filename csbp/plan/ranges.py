@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from csbp.plan.geometry import Geometry, LayerKind
+from csbp.plan.runs import Runs
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,27 @@ def join(first: RowRanges, second: RowRanges) -> RowRanges:
 def index_of(starts: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """int64 [R], which of the adjoining ranges that begin at ``starts`` each row lies in."""
     return np.searchsorted(starts, rows, "right") - 1
+
+
+def meet(queries: RowRanges, kept: Runs, clean: int, places: np.ndarray | None) -> RowRanges:
+    """The queries' ranges met with a subset of all rows.
+
+    Args:
+        kept: the subset over both streams; no run crosses from the one to the other.
+        clean: T.
+        places: where the kept noised runs lie locally; None: all in ascending order. The kept rows of one block
+            must lie together and in order.
+    """
+    start = kept.below(queries.prefix_start)
+    end = kept.below(np.maximum(queries.prefix_end, queries.prefix_start))
+    first = kept.below(clean + queries.block_start)
+    length = kept.below(clean + np.maximum(queries.block_end, queries.block_start)) - first
+    if places is not None and len(places):
+        runs = len(kept.start) - len(places)
+        run = np.clip(index_of(kept.before[runs:-1], first), 0, len(places) - 1)
+        first = places[run] + first - kept.before[runs + run]
+    first = np.where(length > 0, first, 0)
+    return RowRanges(start, end, first, first + length)
 
 
 def clean_ranges(geometry: Geometry, kind: LayerKind, rows: np.ndarray | None = None) -> RowRanges:

@@ -15,6 +15,9 @@ from csbp.plan.holding import Holding
 from csbp.plan.ranges import clean_ranges, noised_ranges
 from csbp.plan.runs import Runs, cut, expand, union
 
+# Ranges of rows over both streams that ranks' queries see: (ranks, starts, ends), int64 each.
+Needs = tuple[np.ndarray, np.ndarray, np.ndarray]
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -73,17 +76,18 @@ class Travel:
                         receive_counts=tuple(self.matrix[:, rank].tolist()), to_global=expand(place, length))
 
 
-def find_travel(holding: Holding, kind: LayerKind, gather: bool) -> Travel:
+def find_travel(holding: Holding, kind: LayerKind, gather: bool, needs: Needs | None = None) -> Travel:
     """What travels for a layer kind.
 
     Args:
         holding: who owns what.
         kind: the layer kind.
         gather: send every row of the streams that travel to every rank, seen or not.
+        needs: what is seen where, unless every rank attends its own query rows and no others.
     """
     geometry, (runs, owner) = holding.geometry, holding.owned
     size = geometry.num_clean + geometry.num_noised + 1
-    rank, start, end = _needs(holding, kind, gather)
+    rank, start, end = _needs(holding, kind, gather) if gather or needs is None else needs
     # All ranks' needs are united at once, on one line with a stretch for each rank.
     needed = union(rank * size + start, rank * size + end)
     dest = needed.start // size
@@ -92,8 +96,8 @@ def find_travel(holding: Holding, kind: LayerKind, gather: bool) -> Travel:
     return Travel(holding.world, dest[need][travels], owner[run][travels], first[travels], last[travels])
 
 
-def _needs(holding: Holding, kind: LayerKind, gather: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ranges of rows over both streams that ranks' queries see: (ranks, starts, ends).
+def _needs(holding: Holding, kind: LayerKind, gather: bool) -> Needs:
+    """What each rank's own query rows see.
 
     Neighbouring rows of a document or block see overlapping or adjoining ranges, so together they see all from where
     the first one's range starts to where the last one's ends.

@@ -24,6 +24,7 @@ from csbp.comm.loopback import LoopbackWorld
 from csbp.plan.geometry import LayerKind
 from csbp.plan.plan import PackPlan, RankPlan
 from csbp.plan.ranges import RowRanges
+from csbp.plan.wire import row_bytes
 
 HEADS, KV_HEADS, DIM, VALUE_DIM, SCALE = 2, 1, 3, 4, 0.8
 EXACT = {"rtol": 0.0, "atol": 1e-12}
@@ -44,11 +45,15 @@ class Rank:
     arrived: np.ndarray
 
 
-def planned(case: Case, scheme: str, exchange: str) -> list[Rank]:
+def plan_of(case: Case, scheme: str, exchange: str) -> PackPlan:
+    """The case planned in one way."""
+    return PackPlan(case.geometry, (case.kind,), case.world, scheme, exchange)
+
+
+def planned(pack: PackPlan) -> list[Rank]:
     """Every rank's part; rows that arrive are found by carrying out every rank's sends."""
-    kind, clean = case.kind, case.geometry.num_clean
-    pack = PackPlan(case.geometry, (kind,), case.world, scheme, exchange)
-    plans = [pack.rank_plan(rank) for rank in range(case.world)]
+    (kind,), clean = pack.kinds, pack.geometry.num_clean
+    plans = [pack.rank_plan(rank) for rank in range(pack.world)]
     held = [np.concatenate([p.rows.clean, np.where(p.rows.noised < 0, -1, clean + p.rows.noised)]) for p in plans]
     moves = [plan.kinds[kind.name].exchange for plan in plans]
     parcels = [np.split(rows[move.send], np.cumsum(move.send_counts)[:-1])
@@ -170,13 +175,21 @@ def run(ranks: list[Rank], case: Case, tensors: tuple[Tensor, ...], noise_stays:
 
 def check_counters(ranks: list[Rank], world: LoopbackWorld, name: str) -> None:
     """Rows and bytes counted by the transports are those of the plan: keys twice, their gradients once."""
-    row_bytes = KV_HEADS * (DIM + VALUE_DIM) * 8
+    width = row_bytes(HEADS, KV_HEADS, DIM, VALUE_DIM, 8)
     for rank, transport in zip(ranks, world.transports, strict=True):
-        exchange = rank.plan.kinds[name].exchange
-        rows = {"keys": 2 * sum(exchange.send_counts), "gradients": sum(exchange.receive_counts)}
-        found = {label: transport.sent_rows.get(label, 0) for label in rows}
-        assert found == rows and set(transport.sent_rows) <= set(rows)
-        assert all(transport.sent_bytes.get(label, 0) == count * row_bytes for label, count in rows.items())
+        keys, queries = rank.plan.kinds[name].exchange, rank.plan.kinds[name].guests
+        sent, lent, guests = sum(keys.send_counts), 0, 0
+        if queries is not None:
+            lent, guests = sum(queries.send_counts), sum(queries.receive_counts)
+        rows = {"keys": 2 * sent, "gradients": sum(keys.receive_counts), "queries": 2 * lent, "outputs": guests,
+                "query_gradients": guests}
+        assert {label: transport.sent_rows.get(label, 0) for label in rows} == rows
+        assert set(transport.sent_rows) <= set(rows)
+        sizes = {"keys": sent * (width.forward["keys"] + width.backward["keys"]),
+                 "queries": lent * (width.forward["queries"] + width.backward["queries"]),
+                 "outputs": guests * width.forward["outputs"],
+                 **{label: rows[label] * width.backward[label] for label in ("gradients", "query_gradients")}}
+        assert {label: transport.sent_bytes.get(label, 0) for label in rows} == sizes
 
 
 @pytest.mark.parametrize(("seed", "ways"), SAMPLE + PROOF)
@@ -188,26 +201,31 @@ def test_simulated_ranks_equal_dense_attention(seed: int, ways: list[tuple[str, 
 def test_a_rank_without_clean_rows_in_a_pass_over_clean_rows_alone(window: int | None) -> None:
     case = Case(anchor_geometry([2, 1], [(0, 2), (1, 1), (0, 0), (1, 0), (0, 1)], 3),
                 LayerKind("alone", noised=False, window=window), 8)
-    empty = [rank for rank in planned(case, "csbp", "exact") if not len(rank.queries) and not len(rank.keys)]
+    empty = [rank for rank in planned(plan_of(case, "csbp", "exact")) if not len(rank.queries) and not len(rank.keys)]
     assert any((rank.plan.rows.noised >= 0).any() for rank in empty)
     check_case(case, 0, WAYS)
 
 
-def check_case(case: Case, seed: int, ways: list[tuple[str, str]]) -> None:
-    """A case in each way against dense attention."""
-    sees, tensors = mask_of_pack(case.geometry, case.kind), inputs(case, seed)
+def wanted(case: Case, sees: np.ndarray, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """out, dq, dk and dv of dense attention; rows that the kind has not lose their gradient in ``tensors``."""
     leaves = [x[:-1].clone().requires_grad_() for x in tensors[:3]]
     dense = dense_attention(leaves[0] * SCALE * DIM ** 0.5, leaves[1], leaves[2], torch.from_numpy(sees))
     asked = torch.ones(len(sees), dtype=torch.bool)
     asked[:case.geometry.num_clean], asked[case.geometry.num_clean:] = case.kind.clean != "absent", case.kind.noised
     tensors[3][:-1][~asked] = 0.0
-    wanted = [dense.detach(), *torch.autograd.grad(dense, leaves, tensors[3][:-1])]
+    return [dense.detach(), *torch.autograd.grad(dense, leaves, tensors[3][:-1])]
+
+
+def check_case(case: Case, seed: int, ways: list[tuple[str, str]]) -> None:
+    """A case in each way against dense attention."""
+    sees, tensors = mask_of_pack(case.geometry, case.kind), inputs(case, seed)
+    exact = wanted(case, sees, tensors)
     for scheme, exchange in ways:
-        ranks = planned(case, scheme, exchange)
+        ranks = planned(plan_of(case, scheme, exchange))
         check_rows(ranks, case, scheme, exchange)
         check_pairs(ranks, case.kind.name, sees)
-        for found, exact in zip(run(ranks, case, tensors, scheme == "csbp"), wanted, strict=True):
-            torch.testing.assert_close(found, exact, **EXACT)
+        for found, right in zip(run(ranks, case, tensors, scheme == "csbp"), exact, strict=True):
+            torch.testing.assert_close(found, right, **EXACT)
 
 
 def test_the_fast_table_is_the_table() -> None:

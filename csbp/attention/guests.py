@@ -1,0 +1,132 @@
+"""Query rows attended by another rank than their owner: what travels of them, and how it is put together again.
+
+Forward: queries go to a server, (out, lse) comes back and is merged. Backward: with the final lse and delta =
+rowsum(dout * out) of the whole softmax, a server's partial gradients simply add. Legend: S query rows, F guest rows,
+G rows that others attend, R received rows, Sc own clean rows, N query heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from csbp.attention.core import Backend, merge
+from csbp.attention.mask import IntervalMask
+from csbp.attention.reference import compute_dtype
+from csbp.comm.buffers import Buffers
+from csbp.comm.transport import Outgoing
+from csbp.comm.upload import upload
+from csbp.plan.guests import Guests
+from csbp.plan.wire import parcel
+
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class BoundGuests:
+    """A rank's part in moving query rows, on its device.
+
+    Attributes:
+        send: int64 [G], own query rows that others attend, by server.
+        send_counts, receive_counts: rows per peer.
+        mask: of the F guest rows, into [R received | Sc own clean] or the one of them that they see.
+        received, own: which of the two they see.
+        rounds: of what comes back, (places in ``send``, query rows); no row twice in a round.
+    """
+
+    send: Tensor
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
+    mask: IntervalMask
+    received: bool
+    own: bool
+    rounds: tuple[Pair, ...]
+
+    @classmethod
+    def bind(cls, guests: Guests, device: torch.device | str) -> BoundGuests:
+        """The plan's guests on a device."""
+        ranges = guests.ranges
+        mask = IntervalMask.from_arrays(ranges.prefix_start, ranges.prefix_end, ranges.block_start, ranges.block_end,
+                                        device)
+        rounds = tuple((upload(places, device), upload(rows, device)) for places, rows in guests.rounds)
+        return cls(upload(guests.send, device), guests.send_counts, guests.receive_counts, mask, guests.received,
+                   guests.own, rounds)
+
+    def lend(self, query: Tensor, memory: Buffers) -> Outgoing:
+        """Queries on their way to the servers."""
+        return outgoing(query[self.send], self.send_counts, self.receive_counts, "queries", memory)
+
+    def lend_all(self, dout: Tensor, query: Tensor, out: Tensor, lse: Tensor, memory: Buffers) -> Outgoing:
+        """What servers need of query rows in the backward."""
+        dout, wide = dout[self.send], lse.dtype
+        delta = (dout.to(wide) * out[self.send].to(wide)).sum(-1)
+        parcels = pack([lse[self.send], delta, query[self.send], dout.to(query.dtype)], memory)
+        return outgoing(parcels, self.send_counts, self.receive_counts, "queries", memory)
+
+    def give_back(self, rows: Tensor, label: str, memory: Buffers) -> Outgoing:
+        """What was computed for each guest row on its way home."""
+        return outgoing(rows, self.receive_counts, self.send_counts, label, memory)
+
+    def attend(self, query: Tensor, keys: Pair, backend: Backend, scale: float) -> Pair:
+        """(out, lse) of the guest rows [F, N, D]."""
+        if not len(query):  # nothing that a kernel could be told
+            lse = query.new_empty(query.shape[:2], dtype=compute_dtype(query.dtype))
+            return query.new_empty(*query.shape[:2], keys[1].shape[2]), lse
+        return backend.forward(query, *keys, self.mask, scale)
+
+    def gradients(self, parcels: Tensor, like: Sequence[Tensor], keys: Pair, backend: Backend,
+                  scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the guest rows' queries, and of the keys and values that they see.
+
+        Args:
+            parcels: what ``lend_all`` sent.
+            like: lse, query and output, with their dtypes.
+        """
+        lse_like, query_like, out_like = ((x.shape[1:], x.dtype) for x in like)
+        lse, delta, query, dout = unpack(parcels, [lse_like, lse_like, query_like, out_like])
+        if not len(query):
+            return query, keys[0][:0], keys[1][:0]
+        # An output of zeros whose log-sum-exp has the gradient -delta says just that delta.
+        return backend.backward(dout.contiguous(), query.contiguous(), *keys,
+                                torch.zeros(dout.shape, dtype=dout.dtype, device=dout.device), lse, self.mask, scale,
+                                -delta)
+
+    def merge(self, whole: Pair, returned: Pair) -> Pair:
+        """Own rows' (out, lse) and what the servers have found, which comes as [G, ...]; in the order of ranks."""
+        out, lse = whole
+        for places, rows in self.rounds:
+            out[rows], lse[rows] = merge([(out[rows], lse[rows]), (returned[0][places], returned[1][places])])
+        return out, lse
+
+    def add(self, dq: Tensor, returned: Tensor | None) -> None:
+        """Add the servers' gradients of queries [G, N, D], in the order of ranks."""
+        assert returned is not None
+        for places, rows in self.rounds:
+            dq[rows] += returned[places].to(dq.dtype)
+
+
+def outgoing(rows: Tensor, send_counts: tuple[int, ...], receive_counts: tuple[int, ...], label: str,
+             memory: Buffers) -> Outgoing:
+    """Rows to send, and memory for those that come."""
+    into = memory.take((sum(receive_counts), *rows.shape[1:]), rows.dtype) if memory.reuse else None
+    return Outgoing(rows, send_counts, receive_counts, label, into)
+
+
+def pack(parts: Sequence[Tensor], memory: Buffers) -> Tensor:
+    """uint8 [rows, bytes] of tensors [rows, ...]: one parcel a row, without loss."""
+    width = parcel(*(math.prod(x.shape[1:]) * x.element_size() for x in parts))[-1]
+    parcels = memory.take((len(parts[0]), width), torch.uint8)
+    for part, view in zip(parts, unpack(parcels, [(x.shape[1:], x.dtype) for x in parts]), strict=True):
+        view.copy_(part)
+    return parcels
+
+
+def unpack(parcels: Tensor, parts: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
+    """Views [rows, ...] of the parts of parcels, by shape of a row and dtype."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in parts]
+    return [parcels[:, place:place + size].view(dtype).unflatten(1, tuple(shape))
+            for place, size, (shape, dtype) in zip(parcel(*sizes), sizes, parts, strict=False)]
