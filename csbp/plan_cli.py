@@ -22,7 +22,7 @@ from csbp.config.validate import check_bounds, validate_plan
 from csbp.errors import ConfigError
 from csbp.observe.plan_report import as_json, counted, show
 from csbp.observe.plan_result import PlanResult
-from csbp.plan.asked import expect_window, shaped
+from csbp.plan.asked import expect_fields, expect_window, shaped
 from csbp.plan.estimate import DEVICES, Settings
 from csbp.plan.forecast import Case, forecast, whole_pack
 from csbp.plan.limits import MAX_AXIS, MAX_BLOCKS, check_ranks, check_size, check_split, check_windows
@@ -165,6 +165,7 @@ def _config_fields(config: RunConfig) -> dict[str, Any]:
         raise ConfigError("model.path", model.path, f"{found} cannot be read as JSON") from error
     if not isinstance(base, dict):
         raise ConfigError("model.path", model.path, f"{found} is not a JSON object")
+    expect_fields(base, model.shape)
     return shaped(base, model.shape)
 
 

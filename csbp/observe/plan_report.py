@@ -16,7 +16,7 @@ from csbp.plan.forecast import contiguous, layer_pairs, max_over_mean_pairs
 from csbp.plan.remedies import fullest, remedies
 
 _GIB = 2**30
-_PIPED_WIDTH = 120
+_WIDTH = 200  # of tables: their cells never wrap, whatever the terminal; its lines may
 
 
 def as_json(result: PlanResult) -> dict[str, Any]:
@@ -30,6 +30,7 @@ def as_json(result: PlanResult) -> dict[str, Any]:
         "csbp": chosen.plan.world, "tp": result.settings.tp, "replicas": chosen.replicas, "device": result.device_name,
         "tokens": geometry.num_clean, "noised_rows": geometry.num_noised,
         "documents": len(geometry.document_starts) - 1, "blocks": geometry.num_blocks,
+        "packs_per_step": result.packs_per_step,
         "parameters": shape.parameters, "active_parameters": shape.active_parameters,
         "max_over_mean_pairs": max_over_mean_pairs(shape, counts),
         "max_over_mean_pairs_contiguous": max_over_mean_pairs(shape, count_plan(loose)),
@@ -68,10 +69,8 @@ def _ranks_json(result: PlanResult) -> list[dict[str, Any]]:
 
 
 def show(result: PlanResult, console: Console | None = None) -> None:
-    """Print the report; by default on stdout, plain and 120 columns wide where that is no terminal."""
-    out = console or Console(highlight=False, soft_wrap=True)
-    if console is None and not out.is_terminal:
-        out = Console(highlight=False, soft_wrap=True, width=_PIPED_WIDTH)
+    """Print the report; by default on stdout."""
+    out = console or Console(highlight=False, soft_wrap=True, width=_WIDTH)
     chosen, shape, geometry = result.chosen, result.case.shape, result.case.geometry
     active = f", {shape.active_parameters / 1e9:.1f}B active" if shape.experts else ""
     out.print(Text(f"{result.experiment} on {result.settings.world} x {result.device_name}", style="bold"))
@@ -79,8 +78,8 @@ def show(result: PlanResult, console: Console | None = None) -> None:
               f"in {counted(len(geometry.document_starts) - 1, 'document')}, "
               f"{counted(geometry.num_blocks, 'target block')}")
     split = result.settings.tp > 1
-    ranks = f"{chosen.replicas} x {chosen.plan.world}" + (f" x {result.settings.tp}" if split else "")
-    out.print(f"  parallel.kind={result.kind}: {ranks} ranks, "
+    mesh = f"dp={chosen.replicas} x csbp={chosen.plan.world}" + (f" x tp={result.settings.tp}" if split else "")
+    out.print(f"  parallel.kind={result.kind}: {mesh}, {counted(result.packs_per_step, 'pack')} a step, "
               f"checkpointing {result.settings.checkpointing}{', offloaded' * result.settings.offload}\n")
     out.print(_rank_table(result))
     out.print("\n  memory of the fullest rank: " + ", ".join(
@@ -118,8 +117,13 @@ def verdict(result: PlanResult) -> list[str]:
                          "whole pack, and nothing travels.")
         else:
             lines.append("Plain data parallel (parallel.kind=data) fits and would not be faster.")
-        if data.fits and result.packs_per_step < world:
-            lines[-1] += f" It needs {world} packs a step; the run has {result.packs_per_step}."
+        if data.fits and result.packs_per_step % world:
+            lines[-1] += f" That takes a multiple of {world} packs a step; the run has {result.packs_per_step}."
+    idle = -result.packs_per_step % result.chosen.replicas
+    if idle:
+        lines.append(f"{idle} of {result.chosen.replicas} replicas wait while the last packs of a step are trained: "
+                     f"train.packs_per_step={result.packs_per_step}; a multiple of {result.chosen.replicas} would keep "
+                     "all of them busy.")
     if fitting:
         best = max(fitting, key=lambda kind: result.tokens_per_second(result.found[kind]))
         lines.append(f"Fastest of those that fit: parallel.kind={best}, "
@@ -145,9 +149,9 @@ def _what_helps(result: PlanResult) -> list[str]:
 
 def _rank_table(result: PlanResult) -> Table:
     chosen, seconds = result.chosen, result.chosen.seconds
-    table = Table("  rank", box=None, pad_edge=False, padding=(0, 2))
+    table = Table("  rank", box=None, pad_edge=False, padding=(0, 1))
     for name in ("rows", "blocks", "pairs", "in", "out", "attention s", "linear s", "exposed s", "memory"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     pairs, counts = layer_pairs(result.case.shape, chosen.counts), chosen.counts
     received, sent = result.received(chosen), result.sent(chosen)
     for rank in range(chosen.plan.world):
@@ -160,9 +164,9 @@ def _rank_table(result: PlanResult) -> Table:
 def _kind_table(result: PlanResult) -> Table:
     table = Table("  kind", box=None, pad_edge=False, padding=(0, 2))
     for name in ("s a step", "tokens/s", "exposed s", "in, mean", "memory", "fits"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for kind, found in result.found.items():
-        table.add_row(f"{'>' if kind == result.kind else ' '} {kind}", f"{result.step_seconds(found):.2f}",
+        table.add_row(f"{'>' if kind == result.kind else ' '} {kind}", _seconds(result.step_seconds(found)),
                       f"{result.tokens_per_second(found):,.0f}", f"{float(found.seconds.exposed.max()):.3f}",
                       _gib(float(result.received(found).mean())), _gib(float(found.memory.total.max())),
                       "yes" if found.fits else "no")
@@ -177,6 +181,10 @@ def counted(number: int, what: str) -> str:
 def _parameters(count: int) -> str:
     size, unit = next((size, unit) for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K"), (1, "")) if count >= size)
     return f"{count / size:.{2 if unit == 'B' else 1 if unit else 0}f}{unit}"
+
+
+def _seconds(count: float) -> str:
+    return f"{count:.2f}" if count >= 0.1 else f"{count:.2g}"
 
 
 def _gib(count: float) -> str:

@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from csbp.errors import ConfigError
 from csbp.plan.geometry import LayerKind
+
+# What planning reads of a configuration (csbp/plan/shapes.py). Families have other fields too, which only they know.
+_READ = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "num_global_key_value_heads", "global_head_dim", "attention_k_eq_v", "vocab_size", "tie_word_embeddings",
+    "use_sliding_window", "sliding_window", "max_window_layers", "layer_types", "num_experts", "n_routed_experts",
+    "num_experts_per_tok", "top_k_experts", "moe_intermediate_size", "canvas_length", "text_config")
+_ALIKE = 0.85  # of two names, where one is the other misspelt
+
+
+def expect_fields(base: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+    """Refuse a misspelt field: planning would go by what it had, and say nothing.
+
+    Args:
+        base: the config.json, whose fields are all known.
+        changes: ``model.shape``.
+
+    Raises:
+        ConfigError: naming the field, and the one that was meant.
+    """
+    for name, value in changes.items():
+        meant = difflib.get_close_matches(name, _READ, n=1, cutoff=_ALIKE)
+        if name not in _READ and name not in base and meant:
+            raise ConfigError(f"model.shape.{name}", value, f"no such field; did you mean {meant[0]}?")
 
 
 def shaped(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

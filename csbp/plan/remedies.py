@@ -73,8 +73,13 @@ def _changes(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _more_ranks(case: Case, found: Forecast, settings: Settings, device: Device, exchange: str) -> Remedy | None:
-    """Twice as many ranks, and twice again until they fit; a longer sequence axis where the kind has one."""
+    """Twice as many ranks, and twice again until they fit; a longer sequence axis where the kind has one.
+
+    What ranks share halves each time, so that all further doublings take off about as much as the last one did. Where
+    that would not do, the rest is not shared (received keys of one long document), and no more ranks are tried.
+    """
     ranks, remedy, times = found.plan.world, None, 2
+    before = float(found.memory.total.max())
     while times <= _MOST_TIMES:
         axis = 1 if found.kind == "data" else ranks * times
         if axis > min(len(case.geometry.cell_starts) - 1, MAX_AXIS):
@@ -82,7 +87,7 @@ def _more_ranks(case: Case, found: Forecast, settings: Settings, device: Device,
         planned = forecast(case, found.kind, axis, replace(settings, world=settings.world * times), device, exchange)
         words = f"parallel.nproc={settings.world * times}" + (f" parallel.csbp={axis}" if axis > 1 else "")
         remedy = Remedy(words, float(planned.memory.total.max()), planned.fits)
-        if remedy.fits:
+        if remedy.fits or 2 * remedy.memory - before > device.memory:
             break
-        times *= 2
+        before, times = remedy.memory, 2 * times
     return remedy

@@ -1,0 +1,72 @@
+"""``csbp plan``: its words agree with its tables, and it answers soon where nothing fits."""
+
+from __future__ import annotations
+
+import pytest
+from test_plan_cli import PLANNED, answer, planned
+
+from csbp.config.compose import compose_run
+from csbp.errors import ConfigError
+from csbp.plan import remedies
+from csbp.plan.asked import expect_fields
+
+
+def test_words_and_table_agree_where_replicas_share_packs_unevenly(capsys: pytest.CaptureFixture[str]) -> None:
+    """8 packs on 3 replicas are 3 rounds: what a multiple of 3 would bring is said as such."""
+    words = ("experiment=nemotron_3b_sft", "data.seq_len=8192", "train.packs_per_step=8")
+    code, out, _ = answer(capsys, *words, "parallel.csbp=3")
+    assert code == 0 and "That takes a multiple of 3 packs a step; the run has 8." in out
+    assert "replicas wait" not in out
+    out = answer(capsys, *words, "parallel.kind=data", "parallel.nproc=3")[1]
+    assert "1 of 3 replicas wait" in out and "a multiple of 3 would" in out
+    out = answer(capsys, *words, "parallel.csbp=4", "parallel.nproc=8")[1]
+    assert "multiple of" not in out
+
+
+def test_the_report_says_what_a_step_and_the_mesh_are(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("experiment=nemotron_3b_sft", "data.seq_len=8192", "parallel.nproc=8", "parallel.csbp=2", "parallel.tp=2",
+             "train.packs_per_step=6")
+    out = answer(capsys, *words)[1]
+    assert "parallel.kind=csbp: dp=2 x csbp=2 x tp=2, 6 packs a step, checkpointing attention" in out
+    found = planned(capsys, *words)
+    assert found["packs_per_step"] == 6
+    assert found["predicted_step_seconds"] == pytest.approx(3 * found["predicted_pack_seconds"])
+
+
+def test_a_short_step_has_digits_and_wide_cells_do_not_wrap(capsys: pytest.CaptureFixture[str]) -> None:
+    out = answer(capsys, "experiment=tiny_ar", "train.packs_per_step=1")[1]
+    step = next(line for line in out.splitlines() if line.startswith("> csbp")).split()[2]
+    assert 0 < float(step) < 0.01
+    out = answer(capsys, "experiment=nemotron_8b_sft", "parallel.csbp=32", "data.seq_len=8388608")[1]
+    lines = [line.split() for line in out.splitlines()]
+    head = next(at for at, line in enumerate(lines) if line[:1] == ["rank"])
+    assert [line[0] for line in lines[head + 1:head + 33]] == [str(rank) for rank in range(32)]
+    assert float(lines[head + 1][4]) > 1000 and lines[head + 1].count("GiB") == 3
+
+
+def test_more_ranks_are_not_tried_where_they_cannot_do(capsys: pytest.CaptureFixture[str],
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of one long document do not get fewer with more ranks."""
+    tried: list[int] = []
+    planner = remedies.forecast
+    monkeypatch.setattr(remedies, "forecast", lambda *given: tried.append(given[2]) or planner(*given))
+    out = answer(capsys, "experiment=nemotron_3b_sft", "parallel.csbp=64", "data.seq_len=8388608")[1]
+    assert tried == [128] and "parallel.nproc=128 parallel.csbp=128: " in out and "still too much" in out
+    tried.clear()
+    out = answer(capsys, "experiment=nemotron_3b_sft", "parallel.csbp=2", "data.seq_len=1048576")[1]
+    assert tried == [4, 8, 16] and "parallel.nproc=16 parallel.csbp=16: " in out and ", fits" in out
+
+
+@pytest.mark.parametrize("experiment", PLANNED)
+def test_a_misspelt_size_is_refused(experiment: str) -> None:
+    shape = compose_run([f"experiment={experiment}"]).model.shape
+    expect_fields({}, {**shape, "rms_norm_eps": 1e-6})
+    for name in shape:
+        with pytest.raises(ConfigError, match=f"^model.shape.{name[:-1]}=7: no such field; did you mean {name}[?]$"):
+            expect_fields({}, {name[:-1]: 7})
+        expect_fields({name[:-1]: 1}, {name[:-1]: 7})
+
+
+def test_a_misspelt_size_is_refused_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = answer(capsys, "experiment=nemotron_3b_sft", "model.shape.num_hidden_layer=3")
+    assert code == 2 and "model.shape.num_hidden_layer=3: no such field; did you mean num_hidden_layers?" in err
