@@ -1,0 +1,124 @@
+"""Core attention disaggregation: which CA-tasks move, so that every rank has the same attention time (docs/cad.md).
+
+N ranks, P pieces. Times are femtoseconds and sizes bytes of one layer in one training step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from csbp.plan.cost import FEMTO, PassCost
+from csbp.plan.geometry import LayerKind
+from csbp.plan.plan import PackPlan
+from csbp.plan.resident import Resident
+from csbp.plan.tasks import Moves, Pieces
+from csbp.plan.waterfill import Levels, Limits
+from csbp.plan.work import MovedBytes, RowBytes, home_times
+
+_NO_LIMIT = 1 << 60
+_TRIES = 3  # each with more time for transfers than the one before
+
+
+@dataclass(frozen=True)
+class CadSettings:
+    """What may move.
+
+    Attributes:
+        tolerance: a rank may keep this part of the mean above it.
+        min_gain: part of the fullest rank's time that moving must save.
+        ship_queries: whether noised query rows may move; clean ones always may.
+        max_send_bytes, max_receive_bytes: most that moves may add to a rank, in one layer of a step.
+        max_buffer_bytes: most of that which one pass may send and receive.
+    """
+
+    tolerance: float = 0.02
+    min_gain: float = 0.01
+    ship_queries: bool = True
+    max_send_bytes: int | None = None
+    max_receive_bytes: int | None = None
+    max_buffer_bytes: int | None = None
+
+
+def no_moves(pieces: Pieces) -> Moves:
+    """Everything stays at home."""
+    none = np.zeros(0, np.int64)
+    return Moves(none, none, none, none, pieces.low, pieces.high)
+
+
+def disaggregate(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCost, sizes: RowBytes,
+                 settings: CadSettings, *, beside: np.ndarray | None = None,
+                 bytes_per_second: float | None = None) -> Moves:
+    """The moves of one layer kind; none where they would not save ``min_gain``.
+
+    Args:
+        plan: without moves; its ranks are the pool.
+        pieces: of ``kind``.
+        rates, sizes: of one layer of the kind.
+        beside: int64 [N], femtoseconds of other work of each rank that is to be balanced together with attention.
+        bytes_per_second: that a rank sends, and at the same time receives, while it attends. What does not travel in
+            the time of the fullest rank takes longer, and so do its moves. None: any number of bytes.
+    """
+    start = home_times(plan, kind, pieces, rates) + (0 if beside is None else beside)
+    mean = int(start.sum()) // plan.world
+    best, least, target = no_moves(pieces), _slowest(plan, kind, sizes, start, None, bytes_per_second), mean
+    if plan.world == 1 or int(start.max()) <= mean + int(mean * settings.tolerance):
+        return best
+    enough = least - int(least * settings.min_gain)
+    movable = np.ones(len(pieces), bool) if settings.ship_queries else ~pieces.noised
+    for _ in range(_TRIES):
+        levels = Levels(pieces, movable, rates, start, Resident(plan, kind.name), MovedBytes(plan.world, sizes),
+                        _limits(plan, kind, sizes, settings, target, bytes_per_second))
+        levels.fill(settings.tolerance)
+        slowest = _slowest(plan, kind, sizes, levels.load, levels.moved, bytes_per_second)
+        if slowest < least and slowest <= enough:
+            best, least = levels.moves(), slowest
+        # Where transfers were the limit, a layer takes longer than was thought, and leaves more time for them.
+        if bytes_per_second is None or int(levels.load.max()) <= target + int(2 * target * settings.tolerance):
+            break
+        target = int(levels.load.max())
+    return best
+
+
+def _base_bytes(plan: PackPlan, kind: LayerKind, sizes: RowBytes) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [N] each, what every rank sends and receives without moves."""
+    matrix = plan.traffic[kind.name]
+    gives, gets = matrix.sum(1), matrix.sum(0)
+    return (gives * sizes.fetched + gets * sizes.key_gradient, gets * sizes.fetched + gives * sizes.key_gradient)
+
+
+def _limits(plan: PackPlan, kind: LayerKind, sizes: RowBytes, settings: CadSettings, target: int,
+            bytes_per_second: float | None) -> Limits:
+    """What may be added to each rank, where a layer takes ``target`` femtoseconds."""
+    most = [np.full(plan.world, _NO_LIMIT if limit is None else limit)
+            for limit in (settings.max_send_bytes, settings.max_receive_bytes, settings.max_buffer_bytes)]
+    if bytes_per_second is not None:
+        hidden = int(target * FEMTO * bytes_per_second)
+        for limit, base in zip(most[:2], _base_bytes(plan, kind, sizes), strict=True):
+            np.minimum(limit, np.maximum(hidden - base, 0), out=limit)
+    return Limits(*most)
+
+
+def _slowest(plan: PackPlan, kind: LayerKind, sizes: RowBytes, load: np.ndarray, moved: MovedBytes | None,
+             bytes_per_second: float | None) -> int:
+    """Femtoseconds of a layer: the fullest rank's work or the longest transfer, which travels meanwhile."""
+    if bytes_per_second is None:
+        return int(load.max())
+    sent, received = _base_bytes(plan, kind, sizes)
+    most = max(int((sent if moved is None else sent + moved.sent).max()),
+               int((received if moved is None else received + moved.received).max()))
+    return max(int(load.max()), int(most / bytes_per_second / FEMTO))
+
+
+def count_moved(plan: PackPlan, kind: LayerKind, pieces: Pieces, moves: Moves, sizes: RowBytes) -> MovedBytes:
+    """Bytes that moves add to every rank, as they are sent if no rank's own needs shrink by them."""
+    moved, resident = MovedBytes(plan.world, sizes), Resident(plan, kind.name)
+    rows, owner = pieces.rows[moves.piece], pieces.owner[moves.piece]
+    for server in np.unique(moves.server):
+        mine = moves.server == server
+        key_owner, start, end = resident.missing(int(server), moves.low[mine], moves.high[mine])
+        moved.add(int(server), int(server), 0, key_owner, end - start)
+        for giver in np.unique(owner[mine]):
+            moved.add(int(giver), int(server), int(rows[mine & (owner == giver)].sum()), key_owner[:0], start[:0])
+    return moved

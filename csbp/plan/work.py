@@ -1,0 +1,137 @@
+"""What moved attention costs: femtoseconds of pieces and of ranks, bytes of the rows that travel for it.
+
+N ranks, P pieces. Times and bytes are those of one layer in one training step, whole numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from csbp.plan.cost import CostModel, PassCost, key_tiles
+from csbp.plan.geometry import LayerKind
+from csbp.plan.pieces import own_work
+from csbp.plan.plan import PackPlan
+from csbp.plan.runs import Runs, cut, union
+from csbp.plan.shapes import AttentionLayers
+from csbp.plan.tasks import Moves, Pieces
+
+
+def layer_rates(model: CostModel, part: AttentionLayers, forwards: int = 1) -> PassCost:
+    """Femtoseconds of one layer over all query heads: some forwards (two where it is computed again), one backward."""
+    return model.for_heads(part.head_dim).passes(forwards).times(part.heads)
+
+
+def task_times(pieces: Pieces, rates: PassCost, index: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """int64, what the pieces ``index`` take over the keys [low, high); 0 for an empty range."""
+    time = rates.of(key_tiles(low, high), np.int64(1), pieces.pairs_within(index, low, high))
+    return np.where(high > low, time, 0)
+
+
+def home_times(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCost,
+               moves: Moves | None = None) -> np.ndarray:
+    """int64 [N], attention of every rank: its own blocks, what is left of its pieces, and tasks that it serves."""
+    index, times = np.arange(len(pieces)), rates.of(*own_work(plan, kind))
+    low, high = (pieces.low, pieces.high) if moves is None else (moves.home_low, moves.home_high)
+    np.add.at(times, pieces.owner, task_times(pieces, rates, index, low, high))
+    if moves is not None:
+        np.add.at(times, moves.server, task_times(pieces, rates, moves.piece, moves.low, moves.high))
+    return times
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """Bytes of one row on the wire, in one layer.
+
+    Attributes:
+        query, answer: of a query row in a forward, to its server and back (out and log-sum-exp).
+        gradient, query_gradient: of a query row in the backward, to its server (query, dout, log-sum-exp, delta) and
+            back (dq).
+        key, key_gradient: of a clean row's key and value, in every pass, and of their gradients.
+        forwards: 2 where a layer is computed again in the backward, with all that travels.
+    """
+
+    query: int
+    answer: int
+    gradient: int
+    query_gradient: int
+    key: int
+    key_gradient: int
+    forwards: int = 1
+
+    @classmethod
+    def of(cls, part: AttentionLayers, itemsize: int, gradient_itemsize: int | None = None,
+           forwards: int = 1) -> RowBytes:
+        """Of a kind's layers.
+
+        Args:
+            itemsize: bytes of a number in the compute dtype.
+            gradient_itemsize: of a gradient that travels home; None: the same.
+        """
+        numbers, statistic, home = part.heads * part.head_dim, part.heads * max(itemsize, 4), gradient_itemsize or itemsize
+        return cls(query=numbers * itemsize, answer=numbers * itemsize + statistic,
+                   gradient=2 * numbers * itemsize + 2 * statistic, query_gradient=numbers * home,
+                   key=part.row_elements * itemsize, key_gradient=part.row_elements * home, forwards=forwards)
+
+    @property
+    def lent(self) -> int:
+        """From a query row's owner to its server, in a step."""
+        return self.forwards * self.query + self.gradient
+
+    @property
+    def returned(self) -> int:
+        """Of a query row, from its server to its owner."""
+        return self.forwards * self.answer + self.query_gradient
+
+    @property
+    def fetched(self) -> int:
+        """Of a clean row, from its owner to a server."""
+        return (self.forwards + 1) * self.key
+
+    @property
+    def query_row(self) -> int:
+        """Of a query row, both ways."""
+        return self.lent + self.returned
+
+    @property
+    def key_row(self) -> int:
+        """Of a clean row, both ways."""
+        return self.fetched + self.key_gradient
+
+    @property
+    def buffered_query(self) -> int:
+        """Of a query row in the pass that moves more of it, on either side."""
+        return max(self.query + self.answer, self.gradient + self.query_gradient)
+
+    @property
+    def buffered_key(self) -> int:
+        """Of a clean row in the backward, on either side."""
+        return self.key + self.key_gradient
+
+
+class MovedBytes:
+    """Bytes that moves add to every rank; int64 [N] each.
+
+    Attributes:
+        sent, received: in a step.
+        buffered: all that one pass sends and receives, in the pass of more.
+    """
+
+    def __init__(self, world: int, sizes: RowBytes) -> None:
+        self.sizes = sizes
+        self.sent, self.received, self.buffered = (np.zeros(world, np.int64) for _ in range(3))
+
+    def add(self, owner: int, server: int, queries: int, key_owners: np.ndarray, keys: np.ndarray) -> None:
+        """Count query rows of an owner that go to a server, and clean rows that go there from their owners."""
+        sizes = self.sizes
+        np.add.at(self.sent, [owner, server], [queries * sizes.lent, queries * sizes.returned])
+        np.add.at(self.received, [server, owner], [queries * sizes.lent, queries * sizes.returned])
+        self.buffered[[owner, server]] += queries * sizes.buffered_query
+        for rank, count in ((key_owners, keys), (server, keys.sum())):
+            np.add.at(self.buffered, rank, count * sizes.buffered_key)
+        np.add.at(self.sent, key_owners, keys * sizes.fetched)
+        np.add.at(self.received, key_owners, keys * sizes.key_gradient)
+        self.received[server] += int(keys.sum()) * sizes.fetched
+        self.sent[server] += int(keys.sum()) * sizes.key_gradient
