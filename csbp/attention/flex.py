@@ -35,6 +35,12 @@ def unusable(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: 
     return ""
 
 
+# Few rows would get a kernel of their own, made for decoding, that some lengths do not fit.
+_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
+# Tiles of wide heads that fit into a GPU's shared memory; torch's own do not.
+_WIDE = {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_M1": 32, "BLOCK_N1": 32, "BLOCK_M2": 32, "BLOCK_N2": 32, "num_stages": 1}
+
+
 @functools.cache
 def _compiled() -> Callable[..., Any]:
     # Lengths differ from pack to pack; one graph serves all.
@@ -71,8 +77,7 @@ def attend(q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, mask: IntervalMask, scal
     call = _compiled() if q_SND.is_cuda else cast(Callable[..., Any], flex_attention)
     out, aux = call(*(x.transpose(0, 1)[None] for x in (q_SND, k_TKD, v_TKD)), block_mask=blocks, scale=scale,
                     enable_gqa=q_SND.shape[1] != k_TKD.shape[1], return_aux=AuxRequest(lse=True),
-                    # Few rows would get a kernel of their own, made for decoding, that some lengths do not fit.
-                    kernel_options={"FORCE_USE_FLEX_ATTENTION": True})
+                    kernel_options=_OPTIONS | (_WIDE if max(q_SND.shape[2], v_TKD.shape[2]) > 256 else {}))
     return out[0].transpose(0, 1), aux.lse[0].t()
 
 
