@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from csbp.plan.counts import PlanCounts
-from csbp.plan.estimate import key_trips
+from csbp.plan.seconds import key_trips
 from csbp.plan.shapes import BACKWARD_PAIRS, ModelShape
 
 _FORMULA_TRIPS, _FORMULA_ITEM = 3, 2

@@ -15,6 +15,7 @@ from csbp.plan.ranges import RowRanges
 from csbp.plan.tasks import TILE
 
 FEMTO = 1e-15  # seconds
+Count = np.ndarray | np.signedinteger
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ class PassCost:
     segment: int
     pair: int
 
-    def of(self, tiles: np.ndarray, segments: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    def of(self, tiles: Count, segments: Count, pairs: Count) -> np.ndarray:
         """int64, like the counts: femtoseconds of one query head."""
-        return self.tile * tiles + self.segment * segments + self.pair * pairs
+        return np.asarray(self.tile * tiles + self.segment * segments + self.pair * pairs)
 
     def times(self, factor: float) -> PassCost:
         """The same of something that takes so many times as long, in whole femtoseconds."""

@@ -1,7 +1,4 @@
-"""Seconds and bytes that a plan will take, before a device is rented.
-
-A prediction, made of exact counts (rows, pairs, rows that travel) and a few measured rates. Left out: the traffic of
-FSDP, which hides behind long packs, kernel launches, and how kernels slow down at rare head sizes.
+"""Devices, and the memory that a plan will take, before one is rented.
 
 N ranks.
 """
@@ -13,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from csbp.plan.counts import PlanCounts
-from csbp.plan.shapes import BACKWARD_PAIRS, AttentionLayers, ModelShape
-from csbp.plan.split import split_bytes, split_shape
+from csbp.plan.shapes import AttentionLayers, ModelShape
+from csbp.plan.split import split_shape
 
 # Beside the inputs and outputs of its matrices, a layer keeps norms, rotated queries and keys and the activation
 # function for its backward; about half as much again.
@@ -121,72 +118,6 @@ class Memory:
         """float64 [N]. Logits and received keys are never there together."""
         fixed = self.weights + self.gradients + self.optimizer + self.gathered
         return fixed + self.activations + np.maximum(self.keys, self.logits)
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """Of one pack, forward and backward. float64 [N] each.
-
-    Attributes:
-        attention, linear: busy time, recomputed layers included; ``linear`` holds the head.
-        exposed: waiting for keys and gradients that travel longer than there is something to compute meanwhile, and
-            for the sums of a tp axis, which nothing hides.
-    """
-
-    attention: np.ndarray
-    linear: np.ndarray
-    exposed: np.ndarray
-
-    @property
-    def busy(self) -> np.ndarray:
-        """Computing, float64 [N]."""
-        return self.attention + self.linear
-
-    @property
-    def step(self) -> float:
-        """Until the last rank is done."""
-        return float((self.busy + self.exposed).max())
-
-
-def key_trips(checkpointing: str) -> int:
-    """How often keys and values travel in one step: for the forward and, since only shards are kept, again for
-    the backward. Full checkpointing runs the forward twice."""
-    return 3 if checkpointing == "full" else 2
-
-
-def predict_seconds(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray, device: Device,
-                    settings: Settings) -> Seconds:
-    """Time of one pack on each rank.
-
-    In the forward what travels hides behind attention over the keys that are here. In the backward the keys are
-    waited for; gradients then travel home behind the local part.
-
-    Args:
-        shape: the whole model.
-        loss_rows: [N], rows whose logits each rank needs.
-    """
-    policy, item = settings.checkpointing, settings.itemsize
-    told = split_bytes(shape, counts.rows, loss_rows, tp=settings.tp, checkpointing=policy, itemsize=item)
-    shape = split_shape(shape, settings.tp)
-    runs_attention = 1 + (policy == "full") + BACKWARD_PAIRS
-    runs_linear = 3 + (policy != "none")
-    # Ranks of a tp axis are neighbours.
-    link = device.near_link if len(counts.clean) * settings.tp <= device.node else device.far_link
-    attention = np.zeros(len(counts.clean))
-    exposed = told / (device.near_link if settings.tp <= device.node else device.far_link)
-    for part in shape.attention:
-        kind = counts.kinds[part.kind.name]
-        forward = kind.pairs * float(part.pair_flops) / device.attention
-        attention += part.count * forward * runs_attention
-        # Own rows are assumed to be as popular as received ones.
-        here = forward * (counts.rows / np.maximum(counts.rows + kind.received, 1))
-        keys = kind.received * float(part.row_elements) * item / link
-        gradients = kind.sent * float(part.row_elements) * (settings.gradient_itemsize or item) / link
-        trips = key_trips(policy)
-        exposed += part.count * ((trips - 1) * np.maximum(keys - here, 0) + keys
-                                 + np.maximum(gradients - BACKWARD_PAIRS * here, 0))
-    linear = counts.rows * float(shape.row_flops) * runs_linear + loss_rows * float(shape.logit_flops) * 3
-    return Seconds(attention, linear / device.linear, exposed)
 
 
 def predict_memory(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray, settings: Settings) -> Memory:

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from csbp.plan.counts import PlanCounts, count_plan
-from csbp.plan.estimate import Device, Memory, Seconds, Settings, predict_memory, predict_seconds
+from csbp.plan.estimate import Device, Memory, Settings, predict_memory
 from csbp.plan.geometry import Geometry
 from csbp.plan.ownership import Ownership
 from csbp.plan.plan import PackPlan
+from csbp.plan.seconds import Seconds, predict_seconds
 from csbp.plan.shapes import ModelShape
 
 
