@@ -21,6 +21,7 @@ import numpy as np
 from csbp.plan.counts import PlanCounts
 from csbp.plan.seconds import key_trips
 from csbp.plan.shapes import BACKWARD_PAIRS, ModelShape
+from csbp.plan.wire import layer_bytes, received_rows, sent_rows
 
 _FORMULA_TRIPS, _FORMULA_ITEM = 3, 2
 
@@ -30,7 +31,7 @@ class Traffic:
     """Bytes of one kind of layer in one step, all its layers together; float64 [N].
 
     Attributes:
-        received, sent: keys and values forward and backward, and their gradients.
+        received, sent: keys and values forward and backward, their gradients, and all that moves of query rows.
     """
 
     received: np.ndarray
@@ -39,23 +40,23 @@ class Traffic:
 
 def exact_bytes(shape: ModelShape, counts: PlanCounts, *, checkpointing: str, itemsize: int,
                 gradient_itemsize: int | None = None) -> dict[str, Traffic]:
-    """What each rank receives and sends in one step, by kind of layer.
-
-    Gradients travel against their keys: a rank receives one row of them for each row that it sent.
+    """What each rank receives and sends in one step, by kind of layer (see ``wire``).
 
     Args:
-        checkpointing: "none", "full" or "attention"; full checkpointing fetches keys once more.
-        itemsize: bytes of a number of K and V on the wire.
-        gradient_itemsize: the same of dK and dV; None: as the keys.
+        checkpointing: "none", "full" or "attention"; full checkpointing runs the forward once more.
+        itemsize: bytes of a number of Q, K and V on the wire.
+        gradient_itemsize: the same of dQ, dK and dV; None: as the keys.
     """
-    trips = key_trips(checkpointing)
+    forwards = key_trips(checkpointing) - 1
     found = {}
     for part in shape.attention:
         kind = counts.kinds[part.kind.name]
-        keys = part.count * part.row_elements * itemsize * trips
-        home = part.count * part.row_elements * (itemsize if gradient_itemsize is None else gradient_itemsize)
-        found[part.kind.name] = Traffic(kind.received * float(keys) + kind.sent * float(home),
-                                        kind.sent * float(keys) + kind.received * float(home))
+        sides = []
+        for rows in (received_rows(kind), sent_rows(kind)):
+            forward, backward = layer_bytes(rows, part, itemsize, gradient_itemsize)
+            total = forwards * sum(forward.values()) + sum(backward.values())
+            sides.append(part.count * np.asarray(total, np.float64))
+        found[part.kind.name] = Traffic(*sides)
     return found
 
 

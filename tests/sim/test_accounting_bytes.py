@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from moved import with_moves
 from packs import make_layout, make_pack
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ SHAPE = ModelShape((AttentionLayers(LayerKind(), 2, heads=4, kv_heads=2, head_di
                     AttentionLayers(LayerKind("near", window=12), 1, heads=4, kv_heads=1, head_dim=16)),
                    hidden=16, ffn=16, vocabulary=16, tied=True)
 WORLD = 3
+MOVED = ("csbp", "moved")
 
 
 class Layer(nn.Module):
@@ -41,10 +43,15 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["none", "attention", "full"])
-@pytest.mark.parametrize(("scheme", "exchange"), [*(("csbp", e) for e in EXCHANGES), ("context", "exact")])
+@pytest.mark.parametrize(("scheme", "exchange"), [*(("csbp", e) for e in EXCHANGES), ("context", "exact"),
+                                                      MOVED])
 def test_predicted_bytes_are_sent(policy: str, scheme: str, exchange: str) -> None:
     geometry = make_layout(make_pack([50, 7, 64]), 8).geometry
-    plan = PackPlan(geometry, SHAPE.kinds, WORLD, scheme, exchange)
+    moved = (scheme, exchange) == MOVED
+    plan = PackPlan(geometry, SHAPE.kinds, WORLD, scheme, "exact" if moved else exchange)
+    if moved:
+        plan = with_moves(plan, seed=3)
+        assert all(counts.lent.any() for counts in count_plan(plan).kinds.values())
 
     def work(transport: LoopbackTransport) -> int:
         bound = BoundPlan(plan.rank_plan(transport.rank), transport, backend="reference")
@@ -61,3 +68,4 @@ def test_predicted_bytes_are_sent(policy: str, scheme: str, exchange: str) -> No
     sent = run_threads(LoopbackWorld(WORLD), work)
     assert min(sent) > 0
     np.testing.assert_array_equal(sent, np.stack([part.sent for part in expected.values()]).sum(0))
+    assert sum(part.received.sum() for part in expected.values()) == sum(sent)

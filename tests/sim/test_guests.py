@@ -15,13 +15,16 @@ import test_random_layouts as layouts
 import torch
 from drawn import Case, draw_case, mask_of_pack
 from moved import with_moves
+from packs import make_layout, make_pack
 from test_random_layouts import EXACT, Rank, inputs, plan_of, planned, seen, wanted
 from torch import Tensor
 
+from csbp.attention.operator import BoundPlan
 from csbp.comm.buffers import Buffers
-from csbp.comm.loopback import LoopbackWorld
+from csbp.comm.loopback import LoopbackTransport, LoopbackWorld, run_threads
 from csbp.plan import pieces
 from csbp.plan.counts import count_plan
+from csbp.plan.geometry import LayerKind
 from csbp.plan.plan import PackPlan
 
 SAMPLE = [pytest.param(seed, id=str(seed)) for seed in range(24)]
@@ -123,3 +126,49 @@ def test_the_drawn_moves_hold_what_they_promise() -> None:
     assert any((m.home_high <= m.home_low)[m.piece].any() for _, m in moves), "a whole piece"
     assert any(((m.low == p.low[m.piece]) & (m.high < p.high[m.piece])).any() for p, m in moves)
     assert any(((m.low > p.low[m.piece]) & (m.high == p.high[m.piece])).any() for p, m in moves)
+
+
+def operator(plan: PackPlan, dtype: torch.dtype, overlap: bool = True,
+             reuse: bool = True) -> list[list[tuple[Tensor, ...]]]:
+    """Of every rank, out, dq, dk and dv of every kind of layer, two of each in a row."""
+    world = LoopbackWorld(plan.world)
+
+    def work(transport: LoopbackTransport) -> list[tuple[Tensor, ...]]:
+        transport.buffers = Poisoned(reuse)
+        bound = BoundPlan(plan.rank_plan(transport.rank), transport, backend="reference", overlap=overlap)
+        random, found = torch.Generator().manual_seed(transport.rank), []
+        for kind in [*plan.kinds, *plan.kinds]:
+            rows = bound.num_clean + bound.num_noised
+            q, k, v, dout = (torch.randn(rows, heads, dim, generator=random).bfloat16().to(dtype)
+                             for heads, dim in ((4, 3), (2, 3), (2, 5), (4, 5)))
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            out = bound.attend(kind.name, *leaves, layer=0)
+            found.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
+        return found
+
+    return run_threads(world, work)
+
+
+MIXED = PackPlan(make_layout(make_pack([70, 33, 5, 150]), 8).geometry,
+                 (LayerKind(), LayerKind("near", window=20)), 4)
+
+
+def test_memory_and_overlap_change_no_bit() -> None:
+    plan = with_moves(MIXED, 3)
+    for dtype in (torch.float64, torch.bfloat16):
+        first = operator(plan, dtype)
+        for overlap, reuse in ((False, True), (True, False)):
+            other = operator(plan, dtype, overlap, reuse)
+            for mine, theirs in zip(first, other, strict=True):
+                for some, others in zip(mine, theirs, strict=True):
+                    assert all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def test_in_bfloat16_moving_rows_costs_no_precision() -> None:
+    exact = [x for rank in operator(MIXED, torch.float64) for layer in rank for x in layer]
+    home, moved = ([x for rank in operator(plan, torch.bfloat16) for layer in rank for x in layer]
+                   for plan in (MIXED, with_moves(MIXED, 3)))
+    assert not all(torch.equal(a, b) for a, b in zip(home, moved, strict=True))
+    errors = [float(torch.cat([(a.double() - b).flatten() for a, b in zip(found, exact, strict=True)]).norm())
+              for found in (home, moved)]
+    assert 0 < errors[1] < 1.1 * errors[0], errors

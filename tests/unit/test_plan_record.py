@@ -11,11 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from moved import with_moves
 from packs import make_layout, make_pack
 
 from csbp.plan.geometry import Geometry, LayerKind
 from csbp.plan.ownership import Ownership
 from csbp.plan.plan import PackPlan
+from csbp.plan.tasks import Moves
 
 KINDS = (LayerKind(), LayerKind("near", window=7))
 
@@ -45,6 +47,13 @@ def test_the_digest_changes_with_everything_that_decides_the_plan() -> None:
     for field, value in (("window", 8), ("name", "other"), ("clean", "token_causal"), ("window_anchor", "row"),
                          ("in_block", "causal"), ("noised", False)):
         plans.append(plan(kinds=(KINDS[0], replace(KINDS[1], **{field: value}))))
+    moved = with_moves(plan(), seed=1)
+    plans.append(moved)
+    for field in fields(Moves):
+        values = getattr(moved.moves["near"], field.name).copy()
+        values[0] += 1
+        near = replace(moved.moves["near"], **{field.name: values})
+        plans.append(replace(moved, moves={**moved.moves, "near": near}))
     for field in fields(Geometry):
         values = getattr(geometry(), field.name).copy()
         values[-1] -= 1
@@ -63,6 +72,13 @@ def test_round_trip(owners: Ownership | None, weights: tuple[int, ...] | None) -
     assert again.to_json() == text and again.digest() == first.digest() and again.weights == weights
     assert (again.owners is None) == (owners is None)
     assert repr(again.rank_plan(1)) == repr(first.rank_plan(1))
+
+
+def test_round_trip_with_moves() -> None:
+    first = with_moves(plan(), seed=1)
+    again = PackPlan.from_json(first.to_json())
+    assert len(first.moves["full"]) and len(first.moves["near"]) and again.to_json() == first.to_json()
+    assert again.digest() == first.digest() and repr(again.rank_plan(1)) == repr(first.rank_plan(1))
 
 
 def test_another_format_is_refused() -> None:
