@@ -12,6 +12,7 @@ import numpy as np
 from csbp.plan.cost import FEMTO, PassCost
 from csbp.plan.geometry import LayerKind
 from csbp.plan.plan import PackPlan
+from csbp.plan.remains import Remains
 from csbp.plan.resident import Resident
 from csbp.plan.tasks import Moves, Pieces
 from csbp.plan.waterfill import Levels, Limits
@@ -68,12 +69,13 @@ def disaggregate(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCos
     enough = least - int(least * settings.min_gain)
     movable = np.ones(len(pieces), bool) if settings.ship_queries else ~pieces.noised
     for _ in range(_TRIES):
-        levels = Levels(pieces, movable, rates, start, Resident(plan, kind.name), MovedBytes(plan.world, sizes),
+        remains = Remains(pieces, movable, rates, sizes, Resident(plan, kind.name), plan.world)
+        levels = Levels(start, remains, MovedBytes(plan.world, sizes),
                         _limits(plan, kind, sizes, settings, target, bytes_per_second))
         levels.fill(settings.tolerance)
         slowest = _slowest(plan, kind, sizes, levels.load, levels.moved, bytes_per_second)
         if slowest < least and slowest <= enough:
-            best, least = levels.moves(), slowest
+            best, least = remains.moves(), slowest
         # Where transfers were the limit, a layer takes longer than was thought, and leaves more time for them.
         if bytes_per_second is None or int(levels.load.max()) <= target + int(2 * target * settings.tolerance):
             break

@@ -9,9 +9,8 @@ import numpy as np
 
 from csbp.plan.plan import PackPlan
 from csbp.plan.runs import Runs, cut, union
-from csbp.plan.tasks import TILE
 
-CHUNKS = 2048  # into which all clean rows are cut where a guess suffices
+CHUNKS = 512  # into which all clean rows are cut where a guess suffices
 
 
 class Resident:
@@ -35,8 +34,8 @@ class Resident:
         self._start = np.concatenate([self._owned.start, travel.start])[order]
         self._end = np.concatenate([self._owned.end, travel.end])[order]
         self._runs: dict[int, Runs] = {}
-        self._chunk = max(-(-clean // (CHUNKS * TILE)), 1) * TILE
-        self._counts, self._before = self._rough(plan.world)
+        self._edges = np.linspace(0, clean, CHUNKS + 1).astype(np.int64)
+        self._before = self._all_before(plan.world)
 
     def of(self, rank: int) -> Runs:
         """The rows on a rank."""
@@ -58,33 +57,23 @@ class Resident:
         """From now on these rows are on a rank too."""
         here = self.of(rank)
         self._runs[rank] = union(np.append(here.start, start), np.append(here.end, end))
-        self._mark(self._counts[rank:rank + 1], np.zeros(len(start), np.int64), start, end)
-        np.cumsum(self._counts[rank], out=self._before[rank, 1:])
+        self._before[rank] = self._runs[rank].below(self._edges)
 
     def guess(self, ranks: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
         """int64 [ranks, ranges], about how many rows of each range are not on each rank."""
         return high - low - (self._below(ranks, high) - self._below(ranks, low))
 
     def _below(self, ranks: np.ndarray, row: np.ndarray) -> np.ndarray:
-        chunk = np.minimum(row // self._chunk, self._counts.shape[1] - 1)
-        part = self._counts[ranks[:, None], chunk] * (row - chunk * self._chunk) // self._chunk
-        return self._before[ranks[:, None], chunk] + part
+        chunk = np.clip(np.searchsorted(self._edges, row, "right") - 1, 0, CHUNKS - 1)
+        first, whole = self._edges[chunk], np.maximum(self._edges[chunk + 1] - self._edges[chunk], 1)
+        before = self._before[ranks[:, None], chunk]
+        return before + (self._before[ranks[:, None], chunk + 1] - before) * (row - first) // whole
 
-    def _rough(self, world: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of each chunk on each rank, int64 [N, G], and of all chunks before each, [N, G + 1]."""
-        counts = np.zeros((world, max(-(-self._size // self._chunk), 1)), np.int64)
-        self._mark(counts, self._rank, self._start, self._end)
-        before = np.zeros((world, counts.shape[1] + 1), np.int64)
-        np.cumsum(counts, 1, out=before[:, 1:])
-        return counts, before
-
-    def _mark(self, counts: np.ndarray, rank: np.ndarray, start: np.ndarray, end: np.ndarray) -> None:
-        """Add rows to the chunks that they lie in: whole chunks first, then less of the first and the last one."""
-        first, last = start // self._chunk, (end - 1) // self._chunk
-        change = np.zeros((counts.shape[0], counts.shape[1] + 1), np.int64)
-        np.add.at(change, (rank, first), self._chunk)
-        np.subtract.at(change, (rank, last + 1), self._chunk)
-        whole = np.cumsum(change, 1)[:, :-1]
-        np.subtract.at(whole, (rank, first), start - first * self._chunk)
-        np.subtract.at(whole, (rank, last), (last + 1) * self._chunk - end)
-        counts += whole
+    def _all_before(self, world: int) -> np.ndarray:
+        """int64 [N, G + 1], rows of each rank before each edge: all ranks' rows on one line."""
+        order = np.lexsort((self._start, self._rank))
+        size, rank = self._size + 1, self._rank[order]
+        line = Runs(rank * size + self._start[order], rank * size + self._end[order])
+        base = np.arange(world)[:, None] * size
+        below = line.below((base + self._edges).ravel()).reshape(world, -1)
+        return below - below[:, :1]

@@ -33,6 +33,11 @@ class Runs:
         end = np.concatenate([[0], self.end])
         return self.before[run] - np.where(run > 0, np.maximum(end[run] - rows, 0), 0)
 
+    def within(self, start: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """How many of the set's rows lie in each range [start, end)."""
+        found = self.below(np.concatenate([start, end]))
+        return found[len(start):] - found[:len(start)]
+
 
 def expand(start: np.ndarray, count: np.ndarray) -> np.ndarray:
     """int64, the ``count[i]`` numbers from ``start[i]`` on, for one i after another."""

@@ -6,7 +6,6 @@ N ranks, P pieces. Times and bytes are those of one layer in one training step, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -14,7 +13,6 @@ from csbp.plan.cost import CostModel, PassCost, key_tiles
 from csbp.plan.geometry import LayerKind
 from csbp.plan.pieces import own_work
 from csbp.plan.plan import PackPlan
-from csbp.plan.runs import Runs, cut, union
 from csbp.plan.shapes import AttentionLayers
 from csbp.plan.tasks import Moves, Pieces
 
@@ -70,7 +68,8 @@ class RowBytes:
             itemsize: bytes of a number in the compute dtype.
             gradient_itemsize: of a gradient that travels home; None: the same.
         """
-        numbers, statistic, home = part.heads * part.head_dim, part.heads * max(itemsize, 4), gradient_itemsize or itemsize
+        numbers, statistic = part.heads * part.head_dim, part.heads * max(itemsize, 4)
+        home = gradient_itemsize or itemsize
         return cls(query=numbers * itemsize, answer=numbers * itemsize + statistic,
                    gradient=2 * numbers * itemsize + 2 * statistic, query_gradient=numbers * home,
                    key=part.row_elements * itemsize, key_gradient=part.row_elements * home, forwards=forwards)
@@ -126,12 +125,17 @@ class MovedBytes:
     def add(self, owner: int, server: int, queries: int, key_owners: np.ndarray, keys: np.ndarray) -> None:
         """Count query rows of an owner that go to a server, and clean rows that go there from their owners."""
         sizes = self.sizes
-        np.add.at(self.sent, [owner, server], [queries * sizes.lent, queries * sizes.returned])
-        np.add.at(self.received, [server, owner], [queries * sizes.lent, queries * sizes.returned])
-        self.buffered[[owner, server]] += queries * sizes.buffered_query
-        for rank, count in ((key_owners, keys), (server, keys.sum())):
-            np.add.at(self.buffered, rank, count * sizes.buffered_key)
-        np.add.at(self.sent, key_owners, keys * sizes.fetched)
-        np.add.at(self.received, key_owners, keys * sizes.key_gradient)
-        self.received[server] += int(keys.sum()) * sizes.fetched
-        self.sent[server] += int(keys.sum()) * sizes.key_gradient
+        self.sent[owner] += queries * sizes.lent
+        self.sent[server] += queries * sizes.returned
+        self.received[server] += queries * sizes.lent
+        self.received[owner] += queries * sizes.returned
+        self.buffered[owner] += queries * sizes.buffered_query
+        self.buffered[server] += queries * sizes.buffered_query
+        if len(keys):
+            total = int(keys.sum())
+            self.sent[server] += total * sizes.key_gradient
+            self.received[server] += total * sizes.fetched
+            self.buffered[server] += total * sizes.buffered_key
+            np.add.at(self.sent, key_owners, keys * sizes.fetched)
+            np.add.at(self.received, key_owners, keys * sizes.key_gradient)
+            np.add.at(self.buffered, key_owners, keys * sizes.buffered_key)

@@ -1,0 +1,174 @@
+"""What is left of every piece at its owner, and what of it could go to one rank. C candidates, P pieces.
+
+Times are whole femtoseconds. Ties go to the lower number; quotients are of whole numbers and only compared.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from csbp.plan.cost import PassCost
+from csbp.plan.resident import Resident
+from csbp.plan.tasks import TILE, Moves, Pieces
+from csbp.plan.work import RowBytes, task_times
+
+
+class Items(NamedTuple):
+    """[C] what could move from a giver to a taker: piece, keys, what they take there, what they save at home, and keys
+    that are missing there."""
+
+    piece: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    time: np.ndarray
+    saved: np.ndarray
+    missing: np.ndarray
+
+    def fitting(self, need: int, room: int, most: int) -> Items:
+        """As many of the first as save ``need`` and fit into ``room``; of those of which keys are missing, which may be
+        the same keys, at most ``most``."""
+        counts = (np.searchsorted(np.cumsum(values), limit, "right") for values, limit in
+                  ((self.time, room), (self.saved, need), (self.missing > 0, most)))
+        return self.at(slice(int(min(counts))))
+
+    def at(self, which: np.ndarray | slice) -> Items:
+        return Items(*(column[which] for column in self))
+
+
+class Remains:
+    """What owners still compute of their pieces.
+
+    Args:
+        pieces: all of a layer kind. movable: bool [P].
+        rates, sizes: of one layer.
+        resident: the clean rows on every rank.
+        world: number of ranks.
+    """
+
+    def __init__(self, pieces: Pieces, movable: np.ndarray, rates: PassCost, sizes: RowBytes, resident: Resident,
+                 world: int) -> None:
+        self.pieces, self.resident, self._rates, self._movable = pieces, resident, rates, movable
+        self._low, self._high = pieces.low.copy(), pieces.high.copy()
+        self._time = task_times(pieces, rates, np.arange(len(pieces)), pieces.low, pieces.high)
+        self._query, self._key_row = pieces.rows * sizes.query_row, sizes.key_row
+        self._first = np.searchsorted(pieces.owner, np.arange(world + 1))
+        self._tasks: list[tuple[np.ndarray, ...]] = []
+        self._cut: dict[int, set[int]] = {}  # server -> pieces that it has a part of
+        # Who has the part before what is left of each piece, and the part behind it; -1: nobody.
+        self._front, self._back = np.full((2, len(pieces)), -1)
+
+    def candidates(self, giver: int, taker: int = -1) -> np.ndarray:
+        """Pieces of which something is left at the giver that could go to the taker: it has none of the piece yet, or
+        what lies beside that, so that it keeps one task of a piece."""
+        part = slice(self._first[giver], self._first[giver + 1])
+        left = self._movable[part] & (self._high[part] > self._low[part])
+        for piece in self._cut.get(taker, ()):
+            if part.start <= piece < part.stop and taker not in (self._front[piece], self._back[piece]):
+                left[piece - part.start] = False
+        return part.start + np.flatnonzero(left)
+
+    def heaviest(self, giver: int, most: int) -> tuple[np.ndarray, np.ndarray, float]:
+        """Keys [low, high) of the giver's pieces that take longest for their rows, and their bytes of query rows for
+        each femtosecond."""
+        index = self.candidates(giver)
+        index = index[np.argsort(-(self._time[index] / self.pieces.rows[index]), kind="stable")[:most]]
+        each = float(self._query[index].sum() / self._time[index].sum()) if len(index) else 0.0
+        return self._low[index], self._high[index], each
+
+    def dearest(self, taker: int, piece: np.ndarray, amount: int) -> Items:
+        """Of each piece all that is left, or its front as far as the taker has its keys; best first.
+
+        Missing keys are shared by as many such pieces as make up ``amount``.
+        """
+        low, high, time, here = self._low[piece], self._high[piece], self._time[piece], self.resident.of(taker)
+        missing, query, key_row = high - low - here.within(low, high), self._query[piece], self._key_row
+        score = time / (query + missing * key_row * np.minimum(time / amount, 1))
+        items = Items(piece, low, high, time, time.copy(), missing)
+        if len(here.start) and missing.any():
+            run = np.searchsorted(here.start, low, "right") - 1
+            front = np.minimum(np.minimum(here.end[run], high - 1), self.pieces.dense_high[piece]) // TILE * TILE
+            guess = time * ((front - low) / (high - low)) / query
+            cut = np.flatnonzero((front > low) & (front >= self.pieces.dense_low[piece]) & (here.start[run] <= low)
+                                 & (missing > 0) & (guess > score) & (self._back[piece] != taker))
+            if len(cut):
+                for column, part in zip(items, self._parts(taker, piece[cut], low[cut], front[cut]), strict=True):
+                    column[cut] = part
+                score[cut] = items.saved[cut] / query[cut]
+        return items.at(np.argsort(-score, kind="stable"))
+
+    def _parts(self, taker: int, piece: np.ndarray, low: np.ndarray, high: np.ndarray) -> Items:
+        """Fronts or backs of what is left of pieces."""
+        front = low == self._low[piece]
+        rest = task_times(self.pieces, self._rates, piece, np.where(front, high, self._low[piece]),
+                          np.where(front, self._high[piece], low))
+        return Items(piece, low, high, task_times(self.pieces, self._rates, piece, low, high),
+                      self._time[piece] - rest, high - low - self.resident.of(taker).within(low, high))
+
+    def last(self, taker: int, piece: np.ndarray, need: int, room: int) -> Items:
+        """The first of some pieces of which a part that fits does much, whole, or cut at the end of which the taker has
+        more; else the one that does most. None if nothing fits."""
+        best: tuple[int, int, int] | None = None
+        most = 0
+        for one in piece.tolist():
+            for low, high in self._ways(taker, one, need, room):
+                done = min(self._one(one, low, high), need)
+                if done > most:
+                    best, most = (one, low, high), done
+            if 2 * most >= min(need, room):
+                break
+        if best is None:
+            return Items(*(np.zeros(0, np.int64),) * 6)
+        items = self._parts(taker, *(np.array([value]) for value in best))
+        return items.at(slice(int(items.saved[0] > 0)))
+
+    def _ways(self, taker: int, piece: int, need: int, room: int) -> list[tuple[int, int]]:
+        """Keys of one piece that fit: its front or its back, else all of it."""
+        pieces, low, high = self.pieces, int(self._low[piece]), int(self._high[piece])
+        dense_low, dense_high = int(pieces.dense_low[piece]), int(pieces.dense_high[piece])
+        first, last = -(-max(dense_low, low + 1) // TILE) * TILE, min(dense_high, high - 1) // TILE * TILE
+        found = []
+        if first <= last and dense_low < dense_high:
+            step = max(int(self._rates.of(np.int64(1), np.int64(0), TILE * pieces.rows[piece])), 1)
+            for start, end, way in ((low, first, 1), (last, high, -1)):
+                least = self._one(piece, start, end)
+                steps = max(min(-(-(need + self._rates.segment - least) // step), (room - least) // step,
+                                (last - first) // TILE), 0) * TILE
+                beside = self._back[piece] if way > 0 else self._front[piece]
+                if least + steps // TILE * step <= room and beside != taker:
+                    found.append((start, end + steps) if way > 0 else (start - steps, end))
+        if len(found) == 2:
+            here = self.resident.of(taker)
+            missing = [high - low - int(here.within(*np.array([[low], [high]]))[0]) for low, high in found]
+            return [found[int(missing[1] < missing[0])]]
+        return found or [(low, high)] * (int(self._time[piece]) <= room)
+
+    def _one(self, piece: int, low: int, high: int) -> int:
+        """Time of a part of one piece."""
+        return int(task_times(self.pieces, self._rates, np.array([piece]), np.array([low]), np.array([high]))[0])
+
+    def take(self, taker: int, items: Items) -> None:
+        """They are the taker's from now on."""
+        piece, low, high = items.piece, items.low, items.high
+        self._tasks.append((piece, np.full(len(piece), taker), low, high))
+        front = low == self._low[piece]
+        whole = front & (high == self._high[piece])
+        self._cut.setdefault(taker, set()).update(piece[~whole].tolist())
+        self._front[piece[front]] = taker
+        self._back[piece[~front]] = taker
+        self._high[piece] = np.where(front, self._high[piece], low)
+        self._low[piece] = np.where(front, high, self._low[piece])
+        self._time[piece] -= items.saved
+
+    def moves(self) -> Moves:
+        """All tasks so far."""
+        none = np.zeros(0, np.int64)
+        piece, server, low, high = (np.concatenate([none, *parts]) for parts in zip(*self._tasks, strict=True)
+                                    ) if self._tasks else (none,) * 4
+        order = np.lexsort((low, piece, server))
+        piece, server, low, high = piece[order], server[order], low[order], high[order]
+        opens = np.ones(len(order), bool)  # what a server has of a piece adjoins
+        opens[1:] = (piece[1:] != piece[:-1]) | (server[1:] != server[:-1])
+        last = np.append(np.flatnonzero(opens)[1:], len(order)) - 1
+        return Moves(piece[opens], server[opens], low[opens], high[last[:opens.sum()]], self._low, self._high)

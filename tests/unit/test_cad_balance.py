@@ -1,0 +1,116 @@
+"""Moves of attention: what they cover, what they cost, what they never do, whatever the pack."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cad import PAIRS, sizes_of
+from drawn import draw_case, mask_of_pack
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from csbp.plan.cost import PassCost
+from csbp.plan.disaggregate import CadSettings, count_moved, disaggregate
+from csbp.plan.geometry import LayerKind
+from csbp.plan.ownership import Ownership
+from csbp.plan.pieces import find_pieces
+from csbp.plan.plan import PackPlan
+from csbp.plan.tasks import Moves, Pieces
+from csbp.plan.work import home_times
+
+RATES = [PAIRS, PassCost(0, 0, 7), PassCost(16384, 2000, 0), PassCost(900, 40, 3)]
+SIZES = sizes_of(heads=8, kv_heads=2, head_dim=64)
+
+
+def check_form(plan: PackPlan, pieces: Pieces, moves: Moves) -> None:
+    """Tasks lie where ``Moves`` says, and cut pieces only where they may be cut, on the grid of keys."""
+    order = moves.server * (len(pieces) + 1) + moves.piece
+    assert np.all(np.diff(order) > 0), "by server, then piece, each pair once"
+    assert np.all((moves.server >= 0) & (moves.server < plan.world))
+    assert np.all(pieces.owner[moves.piece] != moves.server)
+    assert np.all(moves.low < moves.high)
+    for piece in np.unique(moves.piece):
+        mine = np.flatnonzero(moves.piece == piece)
+        parts = sorted([(moves.low[i], moves.high[i]) for i in mine]
+                       + [(moves.home_low[piece], moves.home_high[piece])] * bool(
+                           moves.home_high[piece] > moves.home_low[piece]))
+        assert parts[0][0] == pieces.low[piece] and parts[-1][1] == pieces.high[piece]
+        for (_, end), (start, _) in zip(parts[:-1], parts[1:], strict=True):
+            assert end == start and end % 128 == 0
+            assert pieces.dense_low[piece] <= end <= pieces.dense_high[piece]
+    untouched = np.setdiff1d(np.arange(len(pieces)), moves.piece)
+    assert np.array_equal(moves.home_low[untouched], pieces.low[untouched])
+    assert np.array_equal(moves.home_high[untouched], pieces.high[untouched])
+
+
+def check_cover(plan: PackPlan, kind: LayerKind, pieces: Pieces, moves: Moves) -> None:
+    """Every pair once: what is left at home, own blocks and tasks, against the table."""
+    geometry, expected = plan.geometry, mask_of_pack(plan.geometry, kind).astype(int)
+    found = np.zeros_like(expected)
+    clean = geometry.num_clean
+    queries = []
+    for rows in plan.rows:
+        parts = ([rows.clean] if kind.clean != "absent" else []) + ([clean + rows.noised] if kind.noised else [])
+        queries.append(np.concatenate(parts))
+    ranges = [(i, int(moves.home_low[i]), int(moves.home_high[i])) for i in range(len(pieces))]
+    ranges += list(zip(moves.piece.tolist(), moves.low.tolist(), moves.high.tolist(), strict=True))
+    for piece, low, high in ranges:
+        first = pieces.first[piece]
+        rows = queries[pieces.owner[piece]][first:first + pieces.rows[piece]]
+        if high > low:
+            found[rows, low:high] += expected[rows, low:high]
+    found[clean:, clean:] += expected[clean:, clean:]
+    np.testing.assert_array_equal(found, expected)
+
+
+def draw(seed: int) -> tuple[PackPlan, LayerKind, PassCost, CadSettings]:
+    case, random = draw_case(seed, longest=600, most_rows=1200), np.random.default_rng(seed + 7)
+    owners = None
+    if random.random() < 0.5:  # owners that nobody would choose
+        ranks = random.integers(0, max(case.world // 2, 1), len(case.geometry.cell_starts) - 1)
+        block = np.where(case.geometry.block_cell >= 0, np.append(ranks, 0)[case.geometry.block_cell],
+                         random.integers(0, case.world, case.geometry.num_blocks))
+        owners = Ownership(ranks, block)
+    limit = None if random.random() < 0.5 else int(2 ** random.uniform(10, 24))
+    options = CadSettings(tolerance=float(random.choice([0, 0.02, 0.2])), min_gain=0.0,
+                          ship_queries=bool(random.random() < 0.8), max_send_bytes=limit,
+                          max_receive_bytes=limit and 2 * limit, max_buffer_bytes=limit and 3 * limit)
+    plan = PackPlan(case.geometry, (case.kind,), case.world, exchange=("exact", "all_gather")[random.integers(2)],
+                    owners=owners)
+    return plan, case.kind, RATES[random.integers(len(RATES))], options
+
+
+def check(seed: int) -> None:
+    plan, kind, rates, options = draw(seed)
+    pieces = find_pieces(plan, kind)
+    moves = disaggregate(plan, kind, pieces, rates, SIZES, options)
+    again = disaggregate(replace(plan), kind, find_pieces(replace(plan), kind), rates, SIZES, options)
+    assert all(np.array_equal(getattr(moves, name), getattr(again, name)) for name in vars(moves))
+    check_form(plan, pieces, moves)
+    check_cover(plan, kind, pieces, moves)
+    before, after = home_times(plan, kind, pieces, rates), home_times(plan, kind, pieces, rates, moves)
+    assert after.max() < before.max() if len(moves) else np.array_equal(after, before)
+    if rates.tile == rates.segment == 0:
+        assert after.sum() == before.sum()
+    assert options.ship_queries or not pieces.noised[moves.piece].any()
+    moved = count_moved(plan, kind, pieces, moves, SIZES)
+    for counted, limit in ((moved.sent, options.max_send_bytes), (moved.received, options.max_receive_bytes),
+                           (moved.buffered, options.max_buffer_bytes)):
+        assert limit is None or counted.max() <= limit
+    assert moved.sent.sum() == moved.received.sum()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**9))
+def test_moves_of_any_pack(seed: int) -> None:
+    check(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@settings(max_examples=1000, deadline=None)
+@given(st.integers(0, 10**9))
+def test_moves_at_length(seed: int) -> None:
+    check(seed)
