@@ -136,18 +136,24 @@ def nearest_key(cls: type, key: str) -> str:
     number = next((part for part in key.split(".") if _INDEX.match(part)), "0")
     known = [field.key.replace(".N.", f".{number}.") for field in fields_of(cls)
              if not field.is_section or "." not in key]
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    # A long section makes any two keys alike: their names must be, too.
+    close = [other for other in difflib.get_close_matches(key, known, n=1, cutoff=0.7) if _alike(key, other) >= 0.5]
     if not close:
         name = key.rsplit(".", 1)[-1]
         close = [other for other in known if other.rsplit(".", 1)[-1] == name][:3]
     if not close:
         last = {other.rsplit(".", 1)[-1]: other for other in reversed(known)}
-        close = [last[name] for name in difflib.get_close_matches(key.rsplit(".", 1)[-1], last, n=1, cutoff=0.7)]
+        close = [last[name] for name in difflib.get_close_matches(key.rsplit(".", 1)[-1], last, n=1, cutoff=0.75)]
     if close:
         return f"did you mean {' or '.join(close)}?"
     section = key.split(".", 1)[0]
     inside = [other for other in known if other.startswith(section + ".") and f".{number}." not in other]
     return f"known here: {', '.join(inside or [field.key for field in fields_of(cls) if '.' not in field.key])}"
+
+
+def _alike(key: str, other: str) -> float:
+    """How alike the last parts of two keys are, from 0 to 1."""
+    return difflib.SequenceMatcher(None, key.rsplit(".", 1)[-1], other.rsplit(".", 1)[-1]).ratio()
 
 
 def nearest_name(name: str, names: list[str], what: str) -> str:
