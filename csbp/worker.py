@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from csbp.cli import guarded
+from csbp.config.cad import pooled
 from csbp.config.schema import RunConfig
 from csbp.config.typed import load_config
 from csbp.errors import UserError
@@ -35,7 +36,7 @@ def run_rank(config: RunConfig, run_dir: Callable[[], Path], prepare_host: Calla
     from csbp.parallel.runtime import start_runtime
 
     recipe = importlib.import_module(f"csbp.recipes.{config.recipe}")
-    runtime = start_runtime(config.parallel, run_dir, prepare_host)
+    runtime = start_runtime(config.parallel, run_dir, prepare_host, pooled(config))
     try:
         code: int = recipe.main(config, runtime)
     except Exception as error:

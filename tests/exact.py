@@ -22,7 +22,8 @@ from csbp.attention import interface
 from csbp.attention.operator import BoundPlan
 from csbp.checkpoint.huggingface import whole_tensor
 from csbp.comm.transport import LocalTransport
-from csbp.config.schema import NoiseConfig, ObjectiveConfig, ParallelConfig
+from csbp.config.cad import pooled
+from csbp.config.schema import CadConfig, NoiseConfig, ObjectiveConfig, ParallelConfig, RunConfig
 from csbp.data.batch import PackedBatch
 from csbp.diffusion.build import build_layout
 from csbp.diffusion.layout import StreamLayout
@@ -30,7 +31,9 @@ from csbp.diffusion.loss import Head, linear_cross_entropy
 from csbp.models.registry import get_adapter
 from csbp.parallel.apply import parallelize
 from csbp.parallel.runtime import start_runtime
+from csbp.plan.cad import cad_of
 from csbp.plan.plan import plan_rank
+from csbp.plan.shapes import model_shape
 from csbp.train.scatter import scatter
 from csbp.train.step import Noising, StepRunner, Work
 
@@ -118,7 +121,7 @@ def step_here(model: nn.Module, streams: Sequence[StreamLayout], clean: str) -> 
 
 def step_on_ranks(packs: Sequence[PackedBatch], how: Noising, csbp: int | None = None,
                   document: int | None = None, parallel: Mapping[str, Any] | None = None,
-                  shape: Mapping[str, Any] | None = None) -> Share:
+                  shape: Mapping[str, Any] | None = None, cad: Mapping[str, Any] | None = None) -> Share:
     """One step without the update, on the ranks of the current process group (run it through ``ranks``).
 
     Args:
@@ -127,13 +130,20 @@ def step_on_ranks(packs: Sequence[PackedBatch], how: Noising, csbp: int | None =
         document: if given, only this document of every pack has a loss.
         parallel: further fields of ``ParallelConfig``.
         shape: fields of the model's configuration.
+        cad: fields of ``CadConfig``; moves are then free of charge, so that even small packs have some.
     """
     config = ParallelConfig(nproc=dist.get_world_size(), csbp=csbp, device="cpu", **parallel or {})
-    runtime = start_runtime(config, lambda: Path("unused"))
+    run = RunConfig(parallel=config, cad=CadConfig(enabled=cad is not None, **cad or {}))
+    runtime = start_runtime(config, lambda: Path("unused"), pooled=pooled(run))
     adapter, model = get_adapter("qwen3"), csbp_model(**shape or {})
     layers = len(adapter.units(model))
     parallelize(model, adapter.units(model), config, runtime, torch.float64, adapter.tp_plan(model))
-    runner = StepRunner(model, adapter, runtime, "reference")
+    sizes = model_shape(adapter.export_config(model, {}), how.objective.clean_stream)
+    moving = cad_of(run, sizes, "cpu")
+    if moving is not None:
+        moving = replace(moving, bytes_per_second=1e18, itemsize=8, gradient_itemsize=8)
+    runner = StepRunner(model, adapter, runtime, "reference", sizes if moving else None, cad=moving,
+                        overlap=run.cad.overlap != "none")
     works = runner.prepare(packs, how, step=0)
     if document is not None:
         alone = [only_document(work.layout, document) for work in works]

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from csbp.config.cad import pooled
 from csbp.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -72,7 +73,7 @@ def train_here(config: RunConfig, disturb: Callable[[Any], None] | None = None) 
     folder = Path(config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     config = replace(config, parallel=replace(config.parallel, nproc=dist.get_world_size()))
-    runtime = start_runtime(config.parallel, lambda: folder)
+    runtime = start_runtime(config.parallel, lambda: folder, pooled=pooled(config))
     opened = drive.open_session
 
     def open_and_disturb(*args: Any) -> Any:

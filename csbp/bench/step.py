@@ -16,6 +16,7 @@ from csbp.bench.clock import by_rank, slowest, spread, time_parts
 from csbp.bench.records import GIB, Report, check_out, slow_link
 from csbp.comm.transport import Counting
 from csbp.config.bench import BenchStepConfig
+from csbp.config.cad import pooled
 from csbp.config.schema import ParallelConfig, RunConfig
 from csbp.data.batch import PackedBatch
 from csbp.errors import met_by_all
@@ -60,7 +61,7 @@ def run_step(words: Sequence[str], *, json_only: bool = False, out: str = "") ->
             check_step(config)
     first = next(iter(cases[0].runs.values()))
     heed_determinism(first)
-    runtime = start_runtime(first.parallel, Path)
+    runtime = start_runtime(first.parallel, Path, pooled=pooled(first))
     report = Report("step", words, runtime, COLUMNS, json_only, out)
     meshes = {mesh_of(first): runtime}
     for case in cases:
@@ -87,12 +88,12 @@ def check_step(config: RunConfig) -> None:
     check_ranks(config.parallel, len(pack.cell_starts) - 1, "the measured pack")
 
 
-def mesh_of(config: RunConfig) -> ParallelConfig:
+def mesh_of(config: RunConfig) -> tuple[ParallelConfig, bool]:
     """What of a run decides how its ranks are grouped."""
-    return replace(config.parallel, checkpointing="none", offload=False, compile=False)
+    return replace(config.parallel, checkpointing="none", offload=False, compile=False), pooled(config)
 
 
-def measure_case(case: StepCase, meshes: dict[ParallelConfig, Runtime], report: Report) -> None:
+def measure_case(case: StepCase, meshes: dict[tuple[ParallelConfig, bool], Runtime], report: Report) -> None:
     """One row for each variant. Collective.
 
     Args:
@@ -101,7 +102,7 @@ def measure_case(case: StepCase, meshes: dict[ParallelConfig, Runtime], report: 
     found: dict[str, dict[str, Any]] = {}
     for variant, config in case.runs.items():
         report.progress(f"{case.bench.name}, {variant}")
-        runtime = meshes.get(mesh_of(config)) or start_runtime(config.parallel, Path)
+        runtime = meshes.get(mesh_of(config)) or start_runtime(config.parallel, Path, pooled=pooled(config))
         meshes[mesh_of(config)] = runtime
         try:
             found[variant] = measure_variant(runtime, case.bench, config)

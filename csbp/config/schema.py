@@ -133,6 +133,27 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True)
+class CadConfig:
+    """Core attention disaggregation: the same attention work on every rank (docs/cad.md)."""
+
+    enabled: bool = option(False, "ranks attend for one another, so that all have the same attention work")
+    pool: str = option("csbp", "ranks that do so: those of a sequence axis, or with dp those of all data-parallel "
+                       "replicas together, whose packs are then planned as one", choices=("csbp", "dp"))
+    tolerance: float = option(0.02, "a rank may keep this part of the mean attention time above it", low=0.0, high=1.0)
+    min_gain: float = option(0.01, "nothing moves that does not save this part of the slowest rank's attention time",
+                             low=0.0, high=1.0)
+    ship_queries: bool = option(True, "noised queries may move too; false: only clean ones, so that nothing of the "
+                                "noised stream ever travels")
+    overlap: str = option("operator", "what travels does so while attention runs, or (to measure that) is waited for "
+                          "at once", choices=("operator", "none"))
+    profile: str = option("auto", "what attention costs: auto (by device), a name in conf/profile, or a FILE.json of "
+                          "csbp bench profile")
+    max_send_mib: int | None = option(None, "most that moves may make a rank send in one layer of a step", low=0)
+    max_receive_mib: int | None = option(None, "the same, received", low=0)
+    max_buffer_mib: int | None = option(1024, "most of that which one pass over a layer may hold", low=0)
+
+
+@dataclass(frozen=True)
 class OptimConfig:
     """AdamW and its schedule."""
 
@@ -219,6 +240,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    cad: CadConfig = field(default_factory=CadConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from csbp.config.cad import check_cad
 from csbp.config.fields import Field, fields_of, nearest_name
 from csbp.config.mesh import check_mesh
 from csbp.config.places import builtin_models, families, model_of_shape, planned_families, recipes
@@ -239,6 +240,7 @@ def _check_data(config: RunConfig) -> None:
 def _check_numbers(config: RunConfig) -> None:
     optim = config.optim
     check_mesh(config.parallel)
+    check_cad(config)
     for name in ("beta1", "beta2"):
         if getattr(optim, name) == 1:
             raise ConfigError(f"optim.{name}", 1.0, "must be below 1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,15 @@ class PackedBatch:
     def positions(self) -> np.ndarray:
         """int64 [T], position within the document, from 0."""
         return np.arange(len(self.tokens)) - np.repeat(self.document_starts[:-1], np.diff(self.document_starts))
+
+
+def join(packs: Sequence[PackedBatch]) -> PackedBatch:
+    """Packs laid end to end, as one."""
+    lengths = np.concatenate([np.diff(pack.document_starts) for pack in packs])
+    return PackedBatch(np.concatenate([pack.tokens for pack in packs]),
+                       np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
+                       np.concatenate([pack.target_mask for pack in packs]),
+                       np.concatenate([pack.sample_ids for pack in packs]))
 
 
 def empty_batch() -> PackedBatch:

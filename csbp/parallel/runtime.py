@@ -40,6 +40,7 @@ class Runtime:
         gradient_wire: dtype in which gradients of keys travel home; None: the compute dtype.
         run_dir: the run folder, the same on every rank.
         tp_mesh: the tp axis, whose ranks hold the same rows; None where it has one rank.
+        pooled: the packs of all replicas are planned as one; ``transport`` then moves rows among all their ranks.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class Runtime:
     gradient_wire: torch.dtype | None = None
     tp: int = 1
     tp_mesh: DeviceMesh | None = None
+    pooled: bool = False
 
     @property
     def dp_rank(self) -> int:
@@ -73,9 +75,19 @@ class Runtime:
         return self.rank % self.tp
 
     @property
-    def first_of_replica(self) -> bool:
-        """True on one rank of each replica: the one that counts what all of them know."""
-        return self.rank % (self.csbp * self.tp) == 0
+    def plan_ranks(self) -> int:
+        """Ranks among which a pack is planned."""
+        return self.csbp * (self.dp if self.pooled else 1)
+
+    @property
+    def plan_rank(self) -> int:
+        """This rank's place among them."""
+        return self.rank // self.tp % self.plan_ranks
+
+    @property
+    def first_of_pack(self) -> bool:
+        """True on one of the ranks among which a pack is planned: the one that counts what all of them know."""
+        return self.rank % (self.plan_ranks * self.tp) == 0
 
     @property
     def main(self) -> bool:
@@ -157,13 +169,14 @@ def mesh_sizes(config: ParallelConfig, world: int) -> tuple[int, int, int]:
 
 
 def start_runtime(config: ParallelConfig, run_dir: Callable[[], Path],
-                  prepare_host: Callable[[], None] | None = None) -> Runtime:
+                  prepare_host: Callable[[], None] | None = None, pooled: bool = False) -> Runtime:
     """Join the other ranks, as RANK, WORLD_SIZE and LOCAL_RANK say (one rank where they are unset).
 
     Args:
         config: mesh sizes, device, threads.
         run_dir: called on rank 0 only; where its answer comes from, and how long that takes, is the caller's business.
         prepare_host: called after it on the first rank of every other host.
+        pooled: see ``Runtime``.
     """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
@@ -193,11 +206,12 @@ def start_runtime(config: ParallelConfig, run_dir: Callable[[], Path],
     copies = config.dp_replicate
     weights = init_device_mesh(device.type, (copies, world // tp // copies, tp),
                                mesh_dim_names=("replicate", "shard", "tp"))
-    transport: Transport = ProcessGroupTransport(rows["csbp"].get_group()) if csbp > 1 else LocalTransport()
+    axis = rows["dp", "csbp"]._flatten() if pooled else rows["csbp"]
+    transport: Transport = ProcessGroupTransport(axis.get_group()) if axis.size() > 1 else LocalTransport()
     runtime = Runtime(rank, world, local_rank, device, dp, csbp,
                       weights["shard"] if copies == 1 else weights["replicate", "shard"], transport, Path(),
                       scheme="csbp" if config.kind == "data" else config.kind, exchange=config.exchange,
                       gradient_wire=torch.float32 if config.gradient_wire == "float32" else None, tp=tp,
-                      tp_mesh=weights["tp"] if tp > 1 else None)
+                      tp_mesh=weights["tp"] if tp > 1 else None, pooled=pooled)
     runtime.run_dir = Path(runtime.on_main(run_dir) if folder is None else folder)
     return runtime

@@ -21,6 +21,7 @@ from csbp.models.protocol import ModelAdapter
 from csbp.models.registry import get_adapter
 from csbp.parallel.apply import parallelize
 from csbp.parallel.runtime import Runtime
+from csbp.plan.cad import cad_of
 from csbp.plan.shapes import model_shape
 from csbp.train.optimizer import build_optimizer
 from csbp.train.step import Noising, StepRunner
@@ -100,7 +101,9 @@ def make_ready(config: RunConfig, runtime: Runtime, adapter: ModelAdapter,
     shape = model_shape(adapter.export_config(model, {}), config.objective.clean_stream)
     return (build_optimizer(model, config.optim),
             StepRunner(model, adapter, runtime, config.attention.backend, shape, config.train.logit_rows,
-                       native=not config.parallel.compile and config.parallel.checkpointing != "attention"))
+                       native=not config.parallel.compile and config.parallel.checkpointing != "attention",
+                       cad=cad_of(config, shape, "h200" if runtime.device.type == "cuda" else "cpu"),
+                       overlap=config.cad.overlap != "none"))
 
 
 def run_tokenizer(config: RunConfig) -> PreTrainedTokenizerFast:

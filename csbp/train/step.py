@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from csbp.attention.operator import BoundPlan
 from csbp.config.schema import NoiseConfig, ObjectiveConfig
-from csbp.data.batch import PackedBatch, empty_batch
+from csbp.data.batch import PackedBatch, empty_batch, join
 from csbp.diffusion.build import build_layout
 from csbp.diffusion.layout import StreamLayout
 from csbp.diffusion.loss import denominators, linear_cross_entropy
@@ -21,8 +21,11 @@ from csbp.observe.accounting import model_flops
 from csbp.parallel.gradients import clip, global_norm
 from csbp.parallel.runtime import Runtime
 from csbp.parallel.tensor import enter_head
+from csbp.plan.cad import Cad
 from csbp.plan.counts import attended_pairs
-from csbp.plan.plan import plan_rank
+from csbp.plan.geometry import Geometry
+from csbp.plan.plan import PackPlan
+from csbp.plan.pool import pack_of, pool_owners, share_documents
 from csbp.plan.shapes import ModelShape
 from csbp.train.scatter import scatter
 
@@ -88,32 +91,46 @@ class StepRunner:
     """
 
     def __init__(self, model: nn.Module, adapter: ModelAdapter, runtime: Runtime, backend: str,
-                 shape: ModelShape | None = None, logit_rows: int | None = None, native: bool = False) -> None:
+                 shape: ModelShape | None = None, logit_rows: int | None = None, native: bool = False,
+                 cad: Cad | None = None, overlap: bool = True) -> None:
         self.model, self.adapter, self.runtime, self.backend = model, adapter, runtime, backend
-        self.native = native  # see BoundPlan
+        self.native, self.overlap = native, overlap  # see BoundPlan
+        self.cad = cad  # what attention may move to other ranks; None: nothing
         self.logit_rows = logit_rows  # rows whose logits exist at once; None: by their bytes
         self.shape = shape  # for balancing kinds of layers and counting FLOPs; None: kinds weigh alike, not counted
 
     def prepare(self, packs: Sequence[PackedBatch], noising: Noising, step: int) -> list[Work]:
-        """This rank's micro-batches of a step's packs: pack i goes to replica i mod dp.
+        """This rank's micro-batches of a step's packs: pack i goes to replica i mod dp, or, where the packs of all
+        replicas are planned as one, each document to the replica that has most room for it.
 
         Replicas that are a pack short get an empty one, so that every rank runs as many collectives.
         """
-        runtime = self.runtime
-        kinds = self.adapter.layer_kinds(self.model, noising.objective.clean_stream)
-        weights = self.shape.weights(kinds) if self.shape else None
-        rounds = -(-len(packs) // runtime.dp)
-        mine = list(packs[runtime.dp_rank::runtime.dp])
-        mine += [empty_batch()] * (rounds - len(mine))
         works = []
-        for pack in mine:
-            layout = noising.layout(pack, step)
-            plan = plan_rank(layout.geometry, kinds, runtime.csbp, runtime.csbp_rank, scheme=runtime.scheme,
-                             exchange=runtime.exchange, weights=weights)
-            works.append(Work(layout, scatter(layout, plan.rows, runtime.device),
-                              BoundPlan(plan, runtime.transport, runtime.device, self.backend, runtime.gradient_wire,
-                                        self.native)))
+        for group in self._groups(packs):
+            layout = noising.layout(join(group), step)
+            plan = self._plan(layout.geometry, [len(pack.sample_ids) for pack in group],
+                              noising.objective.clean_stream).rank_plan(self.runtime.plan_rank)
+            works.append(Work(layout, scatter(layout, plan.rows, self.runtime.device),
+                              BoundPlan(plan, self.runtime.transport, self.runtime.device, self.backend,
+                                        self.runtime.gradient_wire, self.native, self.overlap)))
         return works
+
+    def _groups(self, packs: Sequence[PackedBatch]) -> list[Sequence[PackedBatch]]:
+        """The packs of each of this rank's micro-batches: one, or one of each replica where they are planned as one."""
+        dp, rounds = self.runtime.dp, range(-(-len(packs) // self.runtime.dp))
+        filled = [*packs, *[empty_batch()] * (len(rounds) * dp - len(packs))]
+        together: list[Sequence[PackedBatch]] = [filled[dp * turn:dp * (turn + 1)] for turn in rounds]
+        return together if self.runtime.pooled else [[group[self.runtime.dp_rank]] for group in together]
+
+    def _plan(self, geometry: Geometry, documents: Sequence[int], clean_stream: str) -> PackPlan:
+        """The plan of a micro-batch's packs, which have so many documents each."""
+        runtime, kinds = self.runtime, self.adapter.layer_kinds(self.model, clean_stream)
+        weights, owners = self.shape.weights(kinds) if self.shape else None, None
+        if runtime.pooled:
+            replica = share_documents(geometry, kinds, weights, pack_of(documents), runtime.dp)
+            owners = pool_owners(geometry, kinds, weights, replica, runtime.dp, runtime.csbp)
+        plan = PackPlan(geometry, kinds, runtime.plan_ranks, runtime.scheme, runtime.exchange, owners, weights)
+        return self.cad.moved(plan) if self.cad else plan
 
     def counts(self, works: Sequence[Work], stop: bool = False) -> Tensor:
         """Global denominators of the T terms, clean tokens, supervised tokens, and how many ranks must stop.
@@ -121,7 +138,7 @@ class StepRunner:
         float64 [T + 3] on the device, summed over the ranks; the host has not waited for them.
         """
         local = [0.0] * (len(works[0].layout.terms) + 2)
-        if self.runtime.first_of_replica:  # all its ranks know the same pack: count it once
+        if self.runtime.first_of_pack:  # all its ranks know the same pack: count it once
             for work in works:
                 for place, term in enumerate(work.layout.terms):
                     local[place] += term.count
@@ -179,7 +196,7 @@ class StepRunner:
 
     def _flops(self, works: Sequence[Work]) -> float:
         """Model FLOPs of this replica's packs, counted on its first rank."""
-        if self.shape is None or not self.runtime.first_of_replica:
+        if self.shape is None or not self.runtime.first_of_pack:
             return 0.0
         total = 0.0
         for work in works:

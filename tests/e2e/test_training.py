@@ -31,7 +31,7 @@ TOPOLOGIES = [(2, {"csbp": 2}), (2, {"kind": "context"}), pytest.param(2, {"kind
 @pytest.fixture(scope="module")
 def one_rank(ranks: Any, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("one")
-    assert ranks(1, train_here, tiny_run(corpus, run)) == [0]
+    assert ranks(1, train_here, tiny_run(corpus, run, train={"steps": 20})) == [0]
     assert losses(run)[-1] < losses(run)[0]
     return run
 
@@ -44,8 +44,10 @@ def model_flops(run: Path) -> list[float]:
 @pytest.mark.parametrize(("world", "parallel"), TOPOLOGIES)
 def test_losses_do_not_depend_on_the_topology(ranks: Any, corpus: Path, tmp_path: Path, one_rank: Path,
                                               world: int, parallel: dict[str, Any]) -> None:
-    assert ranks(world, train_here, tiny_run(corpus, tmp_path, parallel=parallel)) == [0] * world
+    assert ranks(world, train_here, tiny_run(corpus, tmp_path, parallel=parallel, train={"steps": 20})) == [0] * world
     np.testing.assert_allclose(losses(tmp_path), losses(one_rank), rtol=1e-5)
+    norms = [[row["grad_norm"] for row in steps_of(run)] for run in (tmp_path, one_rank)]
+    np.testing.assert_allclose(*norms, rtol=1e-4)
     travels = parallel.get("kind", "csbp") in ("csbp", "context") and parallel.get("csbp", world) > 1
     assert all((row["wire_bytes"] > 0) == travels for row in steps_of(tmp_path))
     np.testing.assert_allclose(model_flops(tmp_path), model_flops(one_rank), rtol=1e-12)
@@ -72,7 +74,7 @@ def test_a_run_goes_on_on_another_topology(ranks: Any, corpus: Path, tmp_path: P
                                            second: int, before: dict[str, Any], after: dict[str, Any]) -> None:
     ranks(first, train_here, tiny_run(corpus, tmp_path, train={"steps": 4}, parallel=before))
     ranks(second, train_here, tiny_run(corpus, tmp_path, resume="auto", parallel=after))
-    np.testing.assert_allclose(losses(tmp_path), losses(one_rank), rtol=1e-5)
+    np.testing.assert_allclose(losses(tmp_path), losses(one_rank)[:10], rtol=1e-5)
 
 
 def stop_at_four(config: Any, rank: int) -> int:

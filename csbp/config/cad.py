@@ -1,0 +1,43 @@
+"""Can core attention be shared among the ranks that are asked for? No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from csbp.config.fields import nearest_name
+from csbp.config.mesh import axis_sizes
+from csbp.config.places import conf_dir
+from csbp.config.schema import RunConfig
+from csbp.errors import ConfigError
+
+
+def check_cad(config: RunConfig) -> None:
+    """Refuse settings of ``cad`` that mean nothing on this mesh.
+
+    Raises:
+        ConfigError: naming the first.
+    """
+    cad, parallel = config.cad, config.parallel
+    if not cad.enabled:
+        return
+    if parallel.kind in ("context", "block"):
+        raise ConfigError("cad.enabled", True, f"ranks attend for one another only with parallel.kind=csbp or data, "
+                                               f"not {parallel.kind}; use one of them, or cad.enabled=false")
+    replicas, ranks, _ = axis_sizes(parallel)
+    if cad.pool == "csbp" and ranks == 1 and replicas > 1:
+        raise ConfigError("cad.pool", cad.pool, "a sequence axis of one rank has none to share with; use cad.pool=dp, "
+                                                "or parallel.csbp=2 or more")
+    if pooled(config) and parallel.exchange == "all_gather":
+        raise ConfigError("parallel.exchange", parallel.exchange, "every rank of the pool would get every replica's "
+                                                                  "keys; use exact, or cad.pool=csbp")
+    shipped = sorted(path.stem for path in (conf_dir() / "profile").glob("*.json"))
+    if cad.profile.endswith(".json"):
+        if not Path(cad.profile).expanduser().is_file():
+            raise ConfigError("cad.profile", cad.profile, "no such file; make one by: csbp bench profile out=FILE.json")
+    elif cad.profile not in ("auto", *shipped):
+        raise ConfigError("cad.profile", cad.profile, nearest_name(cad.profile, ["auto", *shipped], "profiles"))
+
+
+def pooled(config: RunConfig) -> bool:
+    """Whether the packs of all replicas are planned as one."""
+    return config.cad.enabled and config.cad.pool == "dp" and axis_sizes(config.parallel)[0] > 1

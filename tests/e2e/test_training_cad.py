@@ -1,0 +1,57 @@
+"""Training with attention shared among ranks: the same losses, and it goes on with or without."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import losses, make_corpus, steps_of, tiny_run, train_here
+
+pytestmark = pytest.mark.slow
+LONG = {"seq_len": 500, "document_tokens": 400}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_corpus(tmp_path_factory.mktemp("corpus"))
+    cost = {"tile": 10**9, "segment": 0, "pair": 10**9}  # so dear that whatever travels is hidden
+    (folder / "dear.json").write_text(json.dumps({"format": 1, "name": "dear", "heads": 1, "kv_heads": 1, "head_dim": 8,
+                                                  "fit": {"forward": cost, "backward": cost, "launch": 0}}))
+    return folder
+
+
+def run(corpus: Path, folder: Path, **changes: Any) -> Any:
+    return tiny_run(corpus, folder, **{"data": LONG, "objective": {"block_size": 64}, "train": {"steps": 20},
+                                       "parallel": {"csbp": 2}, **changes})
+
+
+def cad(corpus: Path, pool: str) -> dict[str, Any]:
+    return {"enabled": True, "pool": pool, "tolerance": 0.0, "min_gain": 0.0, "profile": str(corpus / "dear.json")}
+
+
+@pytest.fixture(scope="module")
+def without(ranks: Any, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("without")
+    assert ranks(4, train_here, run(corpus, folder)) == [0] * 4
+    return folder
+
+
+@pytest.mark.parametrize("pool", ["csbp", "dp"])
+def test_losses_are_those_without(ranks: Any, corpus: Path, tmp_path: Path, without: Path, pool: str) -> None:
+    assert ranks(4, train_here, run(corpus, tmp_path, cad=cad(corpus, pool))) == [0] * 4
+    np.testing.assert_allclose(losses(tmp_path), losses(without), rtol=1e-5)
+    norms = [[row["grad_norm"] for row in steps_of(folder)] for folder in (tmp_path, without)]
+    np.testing.assert_allclose(*norms, rtol=1e-4)
+    more = [a["wire_bytes"] != b["wire_bytes"] for a, b in zip(steps_of(tmp_path), steps_of(without), strict=True)]
+    assert any(more)
+
+
+def test_goes_on_without_and_over_replicas(ranks: Any, corpus: Path, tmp_path: Path, without: Path) -> None:
+    assert ranks(4, train_here, run(corpus, tmp_path, cad=cad(corpus, "dp"), train={"steps": 7})) == [0] * 4
+    assert ranks(2, train_here, run(corpus, tmp_path, train={"steps": 13}, resume="auto")) == [0] * 2
+    assert ranks(4, train_here, run(corpus, tmp_path, cad=cad(corpus, "dp"), parallel={"csbp": 1},
+                                    resume="auto")) == [0] * 4
+    np.testing.assert_allclose(losses(tmp_path), losses(without), rtol=1e-5)
