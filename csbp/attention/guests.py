@@ -33,7 +33,8 @@ class BoundGuests:
     Attributes:
         send: int64 [G], own query rows that others attend, by server.
         send_counts, receive_counts: rows per peer.
-        mask: of the F guest rows, into [R received | Sc own clean] or the one of them that they see.
+        order: int64 [F], the order in which the guest rows are attended, of that in which they come.
+        mask: of the F guest rows in that order, into [R received | Sc own clean] or the one of them that they see.
         received, own: which of the two they see.
         rounds: of what comes back, (places in ``send``, query rows); no row twice in a round.
     """
@@ -41,6 +42,7 @@ class BoundGuests:
     send: Tensor
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
+    order: Tensor
     mask: IntervalMask
     received: bool
     own: bool
@@ -53,8 +55,8 @@ class BoundGuests:
         mask = IntervalMask.from_arrays(ranges.prefix_start, ranges.prefix_end, ranges.block_start, ranges.block_end,
                                         device)
         rounds = tuple((upload(places, device), upload(rows, device)) for places, rows in guests.rounds)
-        return cls(upload(guests.send, device), guests.send_counts, guests.receive_counts, mask, guests.received,
-                   guests.own, rounds)
+        return cls(upload(guests.send, device), guests.send_counts, guests.receive_counts, upload(guests.order, device),
+                   mask, guests.received, guests.own, rounds)
 
     def lend(self, query: Tensor, memory: Buffers) -> Outgoing:
         """Queries on their way to the servers."""
@@ -67,33 +69,33 @@ class BoundGuests:
         parcels = pack([lse[self.send], delta, query[self.send], dout.to(query.dtype)], memory)
         return outgoing(parcels, self.send_counts, self.receive_counts, "queries", memory)
 
-    def give_back(self, rows: Tensor, label: str, memory: Buffers) -> Outgoing:
-        """What was computed for each guest row on its way home."""
-        return outgoing(rows, self.receive_counts, self.send_counts, label, memory)
+    def attend(self, query: Tensor, keys: Pair, backend: Backend, scale: float, memory: Buffers) -> Outgoing:
+        """Attend the guest rows [F, N, D]; (lse, out) on their way home."""
+        out, lse = query.new_empty(0, query.shape[1], keys[1].shape[2]), query.new_empty(
+            0, query.shape[1], dtype=compute_dtype(query.dtype))
+        if len(query):
+            out, lse = backend.forward(query[self.order], *keys, self.mask, scale)
+        parcels = pack([lse, out], memory, self.order)
+        return outgoing(parcels, self.receive_counts, self.send_counts, "outputs", memory)
 
-    def attend(self, query: Tensor, keys: Pair, backend: Backend, scale: float) -> Pair:
-        """(out, lse) of the guest rows [F, N, D]."""
-        if not len(query):  # nothing that a kernel could be told
-            lse = query.new_empty(query.shape[:2], dtype=compute_dtype(query.dtype))
-            return query.new_empty(*query.shape[:2], keys[1].shape[2]), lse
-        return backend.forward(query, *keys, self.mask, scale)
-
-    def gradients(self, parcels: Tensor, like: Sequence[Tensor], keys: Pair, backend: Backend,
-                  scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the guest rows' queries, and of the keys and values that they see.
+    def gradients(self, parcels: Tensor, like: Sequence[Tensor], keys: Pair, backend: Backend, scale: float,
+                  memory: Buffers, wire: torch.dtype) -> tuple[Outgoing, Pair]:
+        """Gradients of the guest rows' queries on their way home, and of the keys and values that they see.
 
         Args:
             parcels: what ``lend_all`` sent.
             like: lse, query and output, with their dtypes.
         """
         lse_like, query_like, out_like = ((x.shape[1:], x.dtype) for x in like)
-        lse, delta, query, dout = unpack(parcels, [lse_like, lse_like, query_like, out_like])
-        if not len(query):
-            return query, keys[0][:0], keys[1][:0]
-        # An output of zeros whose log-sum-exp has the gradient -delta says just that delta.
-        return backend.backward(dout.contiguous(), query.contiguous(), *keys,
-                                torch.zeros(dout.shape, dtype=dout.dtype, device=dout.device), lse, self.mask, scale,
-                                -delta)
+        lent = unpack(parcels, [lse_like, lse_like, query_like, out_like])
+        home = memory.take(tuple(lent[2].shape), wire)
+        of_keys = keys[0][:0], keys[1][:0]
+        if len(parcels):
+            lse, delta, query, dout = (x[self.order] for x in lent)
+            # An output of zeros whose log-sum-exp has the gradient -delta says just that delta.
+            dq, *rest = backend.backward(dout, query, *keys, torch.zeros_like(dout), lse, self.mask, scale, -delta)
+            home[self.order], of_keys = dq.to(wire), (rest[0], rest[1])
+        return outgoing(home, self.receive_counts, self.send_counts, "query_gradients", memory), of_keys
 
     def merge(self, whole: Pair, returned: Pair) -> Pair:
         """Own rows' (out, lse) and what the servers have found, which comes as [G, ...]; in the order of ranks."""
@@ -116,12 +118,15 @@ def outgoing(rows: Tensor, send_counts: tuple[int, ...], receive_counts: tuple[i
     return Outgoing(rows, send_counts, receive_counts, label, into)
 
 
-def pack(parts: Sequence[Tensor], memory: Buffers) -> Tensor:
-    """uint8 [rows, bytes] of tensors [rows, ...]: one parcel a row, without loss."""
+def pack(parts: Sequence[Tensor], memory: Buffers, order: Tensor | None = None) -> Tensor:
+    """uint8 [rows, bytes] of tensors [rows, ...]: one parcel a row, without loss; ``order``: where each row goes."""
     width = parcel(*(math.prod(x.shape[1:]) * x.element_size() for x in parts))[-1]
     parcels = memory.take((len(parts[0]), width), torch.uint8)
     for part, view in zip(parts, unpack(parcels, [(x.shape[1:], x.dtype) for x in parts]), strict=True):
-        view.copy_(part)
+        if order is None:
+            view.copy_(part)
+        else:
+            view[order] = part
     return parcels
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from csbp.attention.core import Backend, merge
-from csbp.attention.guests import BoundGuests, Pair, outgoing, pack, unpack
+from csbp.attention.guests import BoundGuests, Pair, outgoing, unpack
 from csbp.attention.mask import IntervalMask
 from csbp.attention.reference import compute_dtype
 from csbp.comm.buffers import Buffers
@@ -118,8 +118,7 @@ def forward_phases(query: Tensor, key: Tensor, value: Tensor, kind: BoundKind, s
     if guests is not None:
         asked = yield None
         assert asked is not None
-        found = guests.attend(asked, seen, backend, scale)
-        yield guests.give_back(pack(found[::-1], memory), "outputs", memory)
+        yield guests.attend(asked, seen, backend, scale, memory)
     if kind.sees_far:
         whole = merge([whole, backend.forward(query, *far, kind.arrived, scale)])
     if guests is not None:
@@ -152,16 +151,17 @@ def backward_phases(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out
         if guests is not None:
             lent = yield None
             assert lent is not None
-            dq_guests, *of_keys = guests.gradients(lent, (lse, query, out), seen, backend, scale)
-            yield guests.give_back(dq_guests.to(kind.wire or query.dtype), "query_gradients", memory)
+            wire = kind.wire or query.dtype
+            back, of_keys = guests.gradients(lent, (lse, query, out), seen, backend, scale, memory, wire)
+            yield back
             if guests.received:
                 parts.append((of_keys[0][:rows], of_keys[1][:rows]))
             if guests.own:
                 first = rows if guests.received else 0
                 own_clean = of_keys[0][first:], of_keys[1][first:]
         if kind.sees_far:
-            dq_far, *of_keys = backend.backward(dout, query, *far, out, lse, kind.arrived, scale)
-            parts.append((of_keys[0], of_keys[1]))
+            dq_far, *rest = backend.backward(dout, query, *far, out, lse, kind.arrived, scale)
+            parts.append((rest[0], rest[1]))
         yield kind.home(parts, key, value)
     dq, dk, dv = backend.backward(dout, query, key, value, out, lse, kind.here, scale)
     if dq_far is not None:

@@ -16,7 +16,7 @@ from csbp.plan.geometry import Geometry, LayerKind
 from csbp.plan.holding import Holding
 from csbp.plan.ranges import RowRanges, clean_ranges, noised_ranges
 from csbp.plan.runs import Runs, expand
-from csbp.plan.tasks import Moves, Pieces
+from csbp.plan.tasks import TILE, Moves, Pieces
 from csbp.plan.travel import Needs
 
 
@@ -28,9 +28,10 @@ class Guests:
         send: int64, local query rows that others attend for this rank, grouped by server; a row may go to several.
         send_counts, receive_counts: rows per peer rank, one tuple entry a rank.
         received, own: whether the keys that guests see are the received rows, this rank's clean rows, or both.
-        ranges: of the F guest rows, owner after owner, in the order in which each sends them. Prefix ranges lie in the
-            R received rows in global order, block ranges in the own clean rows, which come after them (if there are
-            both, they begin at R).
+        order: int64 [F], the order in which the guest rows are attended, of that in which they come: owner after
+            owner, as each sends them. Whole tiles stand first, so that none is cut by a smaller piece before it.
+        ranges: of the F guest rows in that order. Prefix ranges lie in the R received rows in global order, block
+            ranges in the own clean rows, which come after them (if there are both, they begin at R).
     """
 
     send: np.ndarray
@@ -38,6 +39,7 @@ class Guests:
     receive_counts: tuple[int, ...]
     received: bool
     own: bool
+    order: np.ndarray
     ranges: RowRanges
 
     @property
@@ -155,14 +157,16 @@ class Served:
     def guests(self, rank: int, arriving: Runs, own: Runs) -> Guests:
         """One rank's part; ``arriving`` and ``own`` are the clean rows that it receives and that it owns."""
         owner, count = self.pieces.owner[self.moves.piece], self.pieces.rows[self.moves.piece]
-        leaves = owner == rank
-        low, high = self._seen(np.flatnonzero(self.moves.server == rank))
+        leaves, mine = owner == rank, np.flatnonzero(self.moves.server == rank)
+        place = np.cumsum(count[mine]) - count[mine]
+        order = np.lexsort((self.moves.high[mine], self.moves.low[mine], count[mine] < TILE))
+        low, high = self._seen(mine[order])
         far, near = _meet(arriving, low, high), _meet(own, low, high)
         received, home = (bool((part[1] > part[0]).any()) for part in (far, near))
         offset = np.where(near[1] > near[0], int(arriving.before[-1]) if received else 0, 0)
         return Guests(expand(self.pieces.first[self.moves.piece][leaves], count[leaves]),
                       tuple(self.matrix[rank].tolist()), tuple(self.matrix[:, rank].tolist()), received, home,
-                      RowRanges(*far, near[0] + offset, near[1] + offset))
+                      expand(place[order], count[mine][order]), RowRanges(*far, near[0] + offset, near[1] + offset))
 
     def _seen(self, task: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Clean rows [low, high) that the query rows of tasks see in their task, row after row."""

@@ -26,6 +26,7 @@ from csbp.plan import pieces
 from csbp.plan.counts import count_plan
 from csbp.plan.geometry import LayerKind
 from csbp.plan.plan import PackPlan
+from csbp.plan.tasks import TILE
 
 SAMPLE = [pytest.param(seed, id=str(seed)) for seed in range(24)]
 PROOF = [pytest.param(seed, id=str(seed), marks=pytest.mark.slow) for seed in range(24, 324)]
@@ -68,7 +69,7 @@ def check_pairs(ranks: list[Rank], plan: PackPlan, sees: np.ndarray) -> None:
         if mine.guests is not None:
             own = rank.plan.rows.clean
             keys = np.concatenate([rank.arrived] * mine.guests.received + [own] * mine.guests.own + [own[:0]])
-            work.append((np.concatenate([rows[number] for rows in sent]), mine.guests.ranges, keys))
+            work.append((np.concatenate([rows[number] for rows in sent])[mine.guests.order], mine.guests.ranges, keys))
         useful = np.zeros(len(sees) + 1, bool)
         for queries, ranges, keys in work:
             found = seen(ranges, len(keys))
@@ -172,3 +173,18 @@ def test_in_bfloat16_moving_rows_costs_no_precision() -> None:
     errors = [float(torch.cat([(a.double() - b).flatten() for a, b in zip(found, exact, strict=True)]).norm())
               for found in (home, moved)]
     assert 0 < errors[1] < 1.1 * errors[0], errors
+
+
+def test_whole_tiles_are_attended_before_smaller_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "TILE", TILE)
+    plan = with_moves(PackPlan(make_layout(make_pack([900, 300, 90, 500]), 32).geometry, (LayerKind(),), 3), 1)
+    found, moves = plan.served["full"].pieces, plan.moves["full"]
+    mixed = False
+    for rank in range(plan.world):
+        rows = found.rows[moves.piece[moves.server == rank]]
+        order = plan.rank_plan(rank).kinds["full"].guests.order
+        whole = np.repeat(rows == TILE, rows)[order]
+        assert sorted(order) == list(range(rows.sum())) and (np.diff(whole.astype(int)) <= 0).all()
+        assert (order[whole].reshape(-1, TILE) == order[whole][::TILE, None] + np.arange(TILE)).all()
+        mixed |= bool(whole.any() and not whole.all())
+    assert mixed
