@@ -113,7 +113,8 @@ class ParallelConfig:
     csbp: int | None = option(None, "size of the sequence axis; null: all remaining ranks", low=1)
     tp: int = option(1, "ranks that share the heads and MLP columns of the same rows (tensor parallelism); "
                      "neighbours, so that they lie in one node", low=1)
-    dp_replicate: int = option(1, "copies of the sharded weights among the replicas (hybrid sharding)", low=1)
+    dp_replicate: int = option(1, "copies of the weights among the dp = nproc / csbp / tp replicas; each copy is "
+                               "sharded over the ranks that share it (FSDP2; more than 1: hybrid sharding)", low=1)
     checkpointing: str = option("none", "what a layer's backward computes again: nothing, all of it, or all but "
                                 "attention", choices=("none", "full", "attention"))
     offload: bool = option(False, "keep what is kept for the backward in CPU memory")

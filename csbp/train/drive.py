@@ -41,6 +41,8 @@ def run_training(config: RunConfig, runtime: Runtime) -> int:
     progress = resume(session) if config.resume == "auto" else None
     recorder = Recorder(config, runtime.run_dir, main=runtime.main, resumed_at=progress.step if progress else None,
                         earlier=progress.seconds if progress else 0.0)
+    if config.parallel.compile:
+        recorder.note("layers are compiled when they first run, which takes a minute or two")
     try:
         trainer = Trainer(session, held_out, recorder, progress)
         if not trainer.train():

@@ -39,7 +39,7 @@ def test_every_choice_of_every_group_composes() -> None:
 def test_the_groups_are_the_sections() -> None:
     folders = {p.name for p in conf_dir().iterdir() if p.is_dir() and not p.name.startswith("_")}
     sections = {k for k, v in vars(RunConfig()).items() if hasattr(v, "__dataclass_fields__")}
-    assert folders - {"experiment", "bench"} == sections
+    assert folders - {"experiment", "bench", "profile"} == sections
 
 
 def test_values_and_choices_are_set() -> None:
