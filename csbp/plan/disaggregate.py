@@ -19,7 +19,8 @@ from csbp.plan.waterfill import Levels, Limits
 from csbp.plan.work import MovedBytes, RowBytes, home_times
 
 _NO_LIMIT = 1 << 60
-_TRIES = 3  # each with more time for transfers than the one before
+_TRIES = 4  # with different times for transfers
+_STAGES = 4  # of a try after the first
 
 
 @dataclass(frozen=True)
@@ -63,23 +64,28 @@ def disaggregate(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCos
     """
     start = home_times(plan, kind, pieces, rates) + (0 if beside is None else beside)
     mean = int(start.sum()) // plan.world
-    best, least, target = no_moves(pieces), _slowest(plan, kind, sizes, start, None, bytes_per_second), mean
+    best, least = no_moves(pieces), _slowest(plan, kind, sizes, start, None, bytes_per_second)
     if plan.world == 1 or int(start.max()) <= mean + int(mean * settings.tolerance):
         return best
     enough = least - int(least * settings.min_gain)
     movable = np.ones(len(pieces), bool) if settings.ship_queries else ~pieces.noised
-    for _ in range(_TRIES):
+    shortest, longest = mean, least  # how long a layer takes, between which the best lies
+    for number in range(_TRIES):
+        # The first try moves least; where limits forbid to be level, the others share out what they leave.
+        target, stages = (shortest + longest) // 2 if number else mean, _STAGES if number else 1
         remains = Remains(pieces, movable, rates, sizes, Resident(plan, kind.name), plan.world)
         levels = Levels(start, remains, MovedBytes(plan.world, sizes),
                         _limits(plan, kind, sizes, settings, target, bytes_per_second))
-        levels.fill(settings.tolerance)
+        levels.fill(settings.tolerance, stages)
         slowest = _slowest(plan, kind, sizes, levels.load, levels.moved, bytes_per_second)
         if slowest < least and slowest <= enough:
             best, least = remains.moves(), slowest
-        # Where transfers were the limit, a layer takes longer than was thought, and leaves more time for them.
-        if bytes_per_second is None or int(levels.load.max()) <= target + int(2 * target * settings.tolerance):
+        if not levels.limited or number and bytes_per_second is None:
             break
-        target = int(levels.load.max())
+        if slowest > target + int(target * settings.tolerance):
+            shortest, longest = target, min(longest, slowest)
+        else:
+            longest = target
     return best
 
 

@@ -78,25 +78,44 @@ class Remains:
         return self._low[index], self._high[index], each
 
     def dearest(self, taker: int, piece: np.ndarray, amount: int) -> Items:
-        """Of each piece all that is left, or its front as far as the taker has its keys; best first.
+        """Of each piece all that is left, or as much of its front as costs fewer bytes; best first.
 
         Missing keys are shared by as many such pieces as make up ``amount``.
         """
-        low, high, time, here = self._low[piece], self._high[piece], self._time[piece], self.resident.of(taker)
-        missing, query, key_row = high - low - here.within(low, high), self._query[piece], self._key_row
-        score = time / (query + missing * key_row * np.minimum(time / amount, 1))
+        low, high, time = self._low[piece], self._high[piece], self._time[piece]
+        missing = high - low - self.resident.of(taker).within(low, high)
         items = Items(piece, low, high, time, time.copy(), missing)
-        if len(here.start) and missing.any():
-            run = np.searchsorted(here.start, low, "right") - 1
-            front = np.minimum(np.minimum(here.end[run], high - 1), self.pieces.dense_high[piece]) // TILE * TILE
-            guess = time * ((front - low) / (high - low)) / query
-            cut = np.flatnonzero((front > low) & (front >= self.pieces.dense_low[piece]) & (here.start[run] <= low)
-                                 & (missing > 0) & (guess > score) & (self._back[piece] != taker))
+        score = self._score(items, amount)
+        if missing.any():
+            cut, end = self._fronts(taker, items, score, amount)
             if len(cut):
-                for column, part in zip(items, self._parts(taker, piece[cut], low[cut], front[cut]), strict=True):
-                    column[cut] = part
-                score[cut] = items.saved[cut] / query[cut]
+                part = self._parts(taker, piece[cut], low[cut], end)
+                other = self._score(part, amount)
+                better = other > score[cut]
+                cut = cut[better]
+                for column, new in zip((*items, score), (*part, other), strict=True):
+                    column[cut] = new[better]
         return items.at(np.argsort(-score, kind="stable"))
+
+    def _score(self, items: Items, amount: int) -> np.ndarray:
+        keys = items.missing * self._key_row * np.minimum(items.time / amount, 1)
+        return items.saved / (self._query[items.piece] + keys)
+
+    def _fronts(self, taker: int, items: Items, score: np.ndarray, amount: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which of some items could be better in front alone, and where that front ends: where the keys end that the
+        taker has, or where ``amount`` takes as many bytes of keys as of query rows."""
+        piece, low, high, time, _, missing = items
+        here, query = self.resident.of(taker), self._query[piece]
+        square = np.sqrt(amount * ((high - low) / time) * (query / self._key_row))
+        end = low + square.astype(np.int64)
+        if len(here.start):
+            run = np.searchsorted(here.start, low, "right") - 1
+            end = np.maximum(end, np.where(here.start[run] <= low, here.end[run], 0))
+        end = np.minimum(np.minimum(end, high - 1), self.pieces.dense_high[piece]) // TILE * TILE
+        most = time * ((end - low) / (high - low)) / query
+        cut = np.flatnonzero((missing > 0) & (end > low) & (end >= self.pieces.dense_low[piece]) & (most > score)
+                             & (self._back[piece] != taker))
+        return cut, end[cut]
 
     def _parts(self, taker: int, piece: np.ndarray, low: np.ndarray, high: np.ndarray) -> Items:
         """Fronts or backs of what is left of pieces."""

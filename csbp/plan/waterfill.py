@@ -47,6 +47,7 @@ class Levels:
     Attributes:
         load: int64 [N], attention time of each rank.
         moved: bytes that the moves so far add.
+        limited: whether a limit forbade something.
 
     Args:
         load: int64 [N], at the start.
@@ -56,21 +57,28 @@ class Levels:
 
     def __init__(self, load: np.ndarray, remains: Remains, moved: MovedBytes, limits: Limits) -> None:
         self.load, self.remains, self.moved, self.limits = load.copy(), remains, moved, limits
-        self._crumb = 0
+        self.limited, self._crumb = False, 0
 
-    def fill(self, tolerance: float) -> None:
-        """Move until no rank is above the mean by more than ``tolerance`` of it, or nothing more can be done."""
-        mean = int(self.load.sum()) // len(self.load)
-        ceiling = mean + int(mean * tolerance)
-        self._crumb = max(mean // CRUMB, (ceiling - mean) // 4)
+    def fill(self, tolerance: float, stages: int = 1) -> None:
+        """Move until no rank is above the mean by more than ``tolerance`` of it, or nothing more can be done.
+
+        Args:
+            stages: lower the ceiling in so many steps. Where limits forbid to reach the last one, ranks then are level
+                at a higher one; it takes more moves.
+        """
+        mean, top = int(self.load.sum()) // len(self.load), int(self.load.max())
+        floor = mean + int(mean * tolerance)
+        self._crumb = max(mean // CRUMB, (floor - mean) // 4)
         takes = self.load < mean - self._crumb
-        for giver in np.argsort(-self.load, kind="stable"):
-            if self.load[giver] <= ceiling:
-                break
-            self._empty(int(giver), mean, ceiling, takes)
+        for stage in range(1, stages + 1):
+            ceiling = top - (top - floor) * stage // stages
+            for giver in np.argsort(-self.load, kind="stable"):
+                if self.load[giver] <= ceiling:
+                    break
+                self._empty(int(giver), mean, ceiling, takes)
         self._crumb = 0
         for _ in range(2 * len(self.load)):
-            if not self._level(ceiling):
+            if not self._level(floor):
                 break
 
     def _level(self, ceiling: int) -> bool:
@@ -88,12 +96,16 @@ class Levels:
     def _empty(self, giver: int, mean: int, ceiling: int, takes: np.ndarray) -> None:
         """Give away what a rank has above the ceiling, best takers first."""
         for taker in self._takers(giver, np.flatnonzero(takes), mean, ceiling):
-            if self.load[giver] <= ceiling or self.limits.shut(self.moved, giver):
+            if self.load[giver] <= ceiling or self._shut(giver):
                 return
-            room = mean - int(self.load[taker])
-            self._give(giver, int(taker), int(self.load[giver]) - ceiling, room)
-            if mean - self.load[taker] <= self._crumb or self.limits.shut(self.moved, taker):
+            self._give(giver, int(taker), int(self.load[giver]) - ceiling, mean - int(self.load[taker]))
+            if mean - self.load[taker] <= self._crumb or self._shut(taker):
                 takes[taker] = False
+
+    def _shut(self, rank: int) -> bool:
+        found = self.limits.shut(self.moved, rank)
+        self.limited |= found
+        return found
 
     def _takers(self, giver: int, takers: np.ndarray, mean: int, ceiling: int) -> np.ndarray:
         """Takers by what they take for each byte, most first; guessed from the giver's dearest pieces."""
@@ -142,6 +154,7 @@ class Levels:
                 if len(start):
                     resident.bring(taker, start, end)
                 break
+            self.limited = True
             self.moved.add(giver, taker, -queries, owner, start - end)
             items = items.at(slice(len(items.piece) // 2))
         return items

@@ -6,20 +6,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cad import PAIRS, sizes_of
+from cad import LEVEL, PAIRS, anchored, head_tail, packed, replicas, sizes_of
 from drawn import draw_case, mask_of_pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csbp.plan.cost import PassCost
 from csbp.plan.disaggregate import CadSettings, count_moved, disaggregate
-from csbp.plan.geometry import LayerKind
+from csbp.plan.geometry import Geometry, LayerKind
 from csbp.plan.ownership import Ownership
 from csbp.plan.pieces import find_pieces
 from csbp.plan.plan import PackPlan
 from csbp.plan.tasks import Moves, Pieces
 from csbp.plan.work import home_times
 
+FULL = LayerKind()
 RATES = [PAIRS, PassCost(0, 0, 7), PassCost(16384, 2000, 0), PassCost(900, 40, 3)]
 SIZES = sizes_of(heads=8, kv_heads=2, head_dim=64)
 
@@ -114,3 +115,112 @@ def test_moves_of_any_pack(seed: int) -> None:
 @given(st.integers(0, 10**9))
 def test_moves_at_length(seed: int) -> None:
     check(seed)
+
+
+def moved(geometry: Geometry, world: int, owners: Ownership | None = None, kind: LayerKind = FULL,
+          options: CadSettings = LEVEL, **how: object) -> tuple[np.ndarray, np.ndarray, Moves]:
+    """Times without and with moves, and the moves, where time is pairs."""
+    plan = PackPlan(geometry, (kind,), world, owners=owners)
+    pieces = find_pieces(plan, kind)
+    moves = disaggregate(plan, kind, pieces, PAIRS, SIZES, options, **how)  # type: ignore[arg-type]
+    check_form(plan, pieces, moves)
+    return home_times(plan, kind, pieces, PAIRS), home_times(plan, kind, pieces, PAIRS, moves), moves
+
+
+def on_one_rank(geometry: Geometry) -> Ownership:
+    return Ownership(np.zeros(len(geometry.cell_starts) - 1, np.int64), np.zeros(geometry.num_blocks, np.int64))
+
+
+def test_ranks_that_own_nothing_serve():
+    geometry = packed([4000, 700], 64)
+    before, after, moves = moved(geometry, 4, on_one_rank(geometry))
+    assert before.tolist()[1:] == [0, 0, 0]
+    assert after.max() <= 1.02 * after.mean() and set(moves.server.tolist()) == {1, 2, 3}
+
+
+def test_one_giant_document_among_crumbs():
+    geometry = packed([30, 20, 50_000, 7, 1, 100], 256)
+    before, after, _ = moved(geometry, 16, head_tail(geometry, 16))
+    assert after.max() <= 1.011 * after.mean() and after.sum() == before.sum()
+
+
+@pytest.mark.parametrize("kind", [FULL, LayerKind("draft", clean="absent")], ids=lambda kind: kind.name)
+def test_a_pack_without_targets(kind):
+    geometry = anchored([3000, 50], 32, share=0.0, seed=0)
+    assert geometry.num_blocks == 0
+    owners = Ownership(np.zeros(len(geometry.cell_starts) - 1, np.int64), np.zeros(0, np.int64))
+    before, after, moves = moved(geometry, 3, owners, kind)
+    if kind.clean == "absent":
+        assert len(moves) == 0 and before.max() == 0
+    else:
+        assert after.max() <= 1.02 * after.mean() < before.max()
+
+
+def test_more_ranks_than_tasks():
+    geometry = packed([300], 300)
+    before, after, moves = moved(geometry, 64, on_one_rank(geometry))
+    assert len(moves) < 64 and after.max() < before.max() and np.count_nonzero(after) > 2
+
+
+def test_tolerance_saves_what_travels():
+    geometry = packed([9000, 300, 5000, 1200, 2500], 64)
+    lent, most = [], []
+    for tolerance in (0.0, 0.02, 0.05, 0.1, 0.3):
+        before, after, moves = moved(geometry, 8, head_tail(geometry, 8), options=replace(LEVEL, tolerance=tolerance))
+        lent.append(int(np.maximum(before - after, 0).sum()))
+        most.append(after.max() / after.mean())
+        assert tolerance == 0 or after.max() <= before.mean() * (1 + tolerance)
+    assert lent == sorted(lent, reverse=True) and most == sorted(most) and lent[0] > lent[-1]
+
+
+def test_too_little_gain_moves_nothing():
+    geometry = packed([9000, 300, 5000, 1200, 2500], 64)
+    before, after, _ = moved(geometry, 8, head_tail(geometry, 8))
+    gain = 1 - after.max() / before.max()
+    assert len(moved(geometry, 8, head_tail(geometry, 8), options=replace(LEVEL, min_gain=gain - 0.01))[2])
+    assert not len(moved(geometry, 8, head_tail(geometry, 8), options=replace(LEVEL, min_gain=gain + 0.01))[2])
+
+
+def test_noised_rows_stay_where_they_may_not_move():
+    geometry = packed([9000, 300, 5000, 1200, 2500], 64)
+    plan = PackPlan(geometry, (FULL,), 8, owners=head_tail(geometry, 8))
+    pieces = find_pieces(plan, FULL)
+    _, after, moves = moved(geometry, 8, plan.owners, options=replace(LEVEL, ship_queries=False))
+    assert len(moves) and not pieces.noised[moves.piece].any()
+    draft = LayerKind("draft", clean="absent")
+    assert not len(moved(geometry, 8, plan.owners, draft, replace(LEVEL, ship_queries=False))[2])
+
+
+def test_a_slow_link_moves_less_and_a_very_slow_one_nothing():
+    """In time for transfers: the layer never takes longer than without moves."""
+    lengths = [[9000], [600] * 15, [300] * 30, [2000] * 4]
+    geometry, owners = replicas(lengths, 64, 2)
+    plan = PackPlan(geometry, (FULL,), 8, owners=owners)
+    pieces, found = find_pieces(plan, FULL), []
+    for speed in (1e25, 1e15, 5e14, 1e13):  # bytes per second, where a pair takes a femtosecond
+        before, after, moves = moved(geometry, 8, owners, bytes_per_second=speed)
+        traffic = count_moved(plan, FULL, pieces, moves, SIZES)
+        base = plan.traffic["full"]
+        received = base.sum(0) * SIZES.fetched + base.sum(1) * SIZES.key_gradient
+        allowed = max(before.max(), received.max() / speed * 1e15)
+        assert max(after.max(), (received + traffic.received).max() / speed * 1e15) <= allowed
+        found.append(int(traffic.sent.sum()))
+    assert found == sorted(found, reverse=True) and found[0] > found[1] > found[-1] == 0
+
+
+def test_other_work_is_levelled_with_attention():
+    geometry = packed([9000, 300, 5000, 1200, 2500], 64)
+    before, _, _ = moved(geometry, 8, head_tail(geometry, 8))
+    beside = before.max() - before
+    assert not len(moved(geometry, 8, head_tail(geometry, 8), beside=beside)[2])
+
+
+def test_limits_are_shared_by_those_who_give():
+    """Where limits forbid to be level, ranks are level at a higher load: each gives something."""
+    lengths = [[20_000], [600] * 15, [300] * 30, [2000] * 4]
+    geometry, owners = replicas(lengths, 64, 2)
+    _, free, _ = moved(geometry, 8, owners)
+    limit = 20 << 20
+    before, after, _ = moved(geometry, 8, owners, options=replace(LEVEL, max_send_bytes=limit))
+    assert free.max() < after.max() < 0.95 * before.max()
+    assert (after[:2] < before[:2]).all()
