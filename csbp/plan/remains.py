@@ -9,19 +9,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from csbp.plan.cost import PassCost
+from csbp.plan.cost import PassCost, key_tiles
 from csbp.plan.resident import Resident
 from csbp.plan.tasks import TILE, Moves, Pieces
 from csbp.plan.work import RowBytes, task_times
 
 
 class Items(NamedTuple):
-    """[C] what could move from a giver to a taker: piece, keys, what they take there, what they save at home, and keys
-    that are missing there."""
+    """[C] what could move from a giver to a taker: piece, keys, pairs, time that it takes there, time that it saves at
+    home, and keys that are missing there."""
 
     piece: np.ndarray
     low: np.ndarray
     high: np.ndarray
+    pairs: np.ndarray
     time: np.ndarray
     saved: np.ndarray
     missing: np.ndarray
@@ -29,9 +30,9 @@ class Items(NamedTuple):
     def fitting(self, need: int, room: int, most: int) -> Items:
         """As many of the first as save ``need`` and fit into ``room``; of those of which keys are missing, which may be
         the same keys, at most ``most``."""
-        counts = (np.searchsorted(np.cumsum(values), limit, "right") for values, limit in
-                  ((self.time, room), (self.saved, need), (self.missing > 0, most)))
-        return self.at(slice(int(min(counts))))
+        counts = [int(values.cumsum().searchsorted(limit, "right")) for values, limit in
+                  ((self.time, room), (self.saved, need), (self.missing > 0, most))]
+        return self.at(slice(min(counts)))
 
     def at(self, which: np.ndarray | slice) -> Items:
         return Items(*(column[which] for column in self))
@@ -51,7 +52,8 @@ class Remains:
                  world: int) -> None:
         self.pieces, self.resident, self._rates, self._movable = pieces, resident, rates, movable
         self._low, self._high = pieces.low.copy(), pieces.high.copy()
-        self._time = task_times(pieces, rates, np.arange(len(pieces)), pieces.low, pieces.high)
+        self._pairs = pieces.pairs.copy()
+        self._time = rates.of(key_tiles(pieces.low, pieces.high), np.int64(1), pieces.pairs)
         self._query, self._key_row = pieces.rows * sizes.query_row, sizes.key_row
         self._first = np.searchsorted(pieces.owner, np.arange(world + 1))
         self._tasks: list[tuple[np.ndarray, ...]] = []
@@ -84,27 +86,27 @@ class Remains:
         """
         low, high, time = self._low[piece], self._high[piece], self._time[piece]
         missing = high - low - self.resident.of(taker).within(low, high)
-        items = Items(piece, low, high, time, time.copy(), missing)
-        score = self._score(items, amount)
-        if missing.any():
-            cut, end = self._fronts(taker, items, score, amount)
-            if len(cut):
-                part = self._parts(taker, piece[cut], low[cut], end)
-                other = self._score(part, amount)
-                better = other > score[cut]
-                cut = cut[better]
-                for column, new in zip((*items, score), (*part, other), strict=True):
-                    column[cut] = new[better]
+        items = Items(piece, low, high, self._pairs[piece], time, time.copy(), missing)
+        query, keys = self._query[piece], self._keys(items, amount)
+        score = time / (query + keys)
+        dear = np.flatnonzero(2 * keys > query)  # where keys are few, nothing is better than all that is left
+        if len(dear):
+            cut, end = self._fronts(taker, items.at(dear), score[dear], amount)
+            part, cut = self._parts(taker, piece[dear[cut]], low[dear[cut]], end), dear[cut]
+            other = part.saved / (query[cut] + self._keys(part, amount))
+            better = other > score[cut]
+            for column, new in zip((*items, score), (*part, other), strict=True):
+                column[cut[better]] = new[better]
         return items.at(np.argsort(-score, kind="stable"))
 
-    def _score(self, items: Items, amount: int) -> np.ndarray:
-        keys = items.missing * self._key_row * np.minimum(items.time / amount, 1)
-        return items.saved / (self._query[items.piece] + keys)
+    def _keys(self, items: Items, amount: int) -> np.ndarray:
+        """Bytes of missing keys that each item has to bear."""
+        return items.missing * self._key_row * np.minimum(items.time / amount, 1)
 
     def _fronts(self, taker: int, items: Items, score: np.ndarray, amount: int) -> tuple[np.ndarray, np.ndarray]:
         """Which of some items could be better in front alone, and where that front ends: where the keys end that the
         taker has, or where ``amount`` takes as many bytes of keys as of query rows."""
-        piece, low, high, time, _, missing = items
+        piece, low, high, _, time = items[:5]
         here, query = self.resident.of(taker), self._query[piece]
         square = np.sqrt(amount * ((high - low) / time) * (query / self._key_row))
         end = low + square.astype(np.int64)
@@ -113,34 +115,32 @@ class Remains:
             end = np.maximum(end, np.where(here.start[run] <= low, here.end[run], 0))
         end = np.minimum(np.minimum(end, high - 1), self.pieces.dense_high[piece]) // TILE * TILE
         most = time * ((end - low) / (high - low)) / query
-        cut = np.flatnonzero((missing > 0) & (end > low) & (end >= self.pieces.dense_low[piece]) & (most > score)
+        cut = np.flatnonzero((end > low) & (end >= self.pieces.dense_low[piece]) & (most > score)
                              & (self._back[piece] != taker))
         return cut, end[cut]
 
     def _parts(self, taker: int, piece: np.ndarray, low: np.ndarray, high: np.ndarray) -> Items:
         """Fronts or backs of what is left of pieces."""
-        front = low == self._low[piece]
-        rest = task_times(self.pieces, self._rates, piece, np.where(front, high, self._low[piece]),
-                          np.where(front, self._high[piece], low))
-        return Items(piece, low, high, task_times(self.pieces, self._rates, piece, low, high),
-                      self._time[piece] - rest, high - low - self.resident.of(taker).within(low, high))
+        pairs = self.pieces.pairs_within(piece, low, high)
+        rest, one = self._high[piece] - self._low[piece] - (high - low), np.int64(1)
+        left = self._rates.of(key_tiles(np.zeros_like(rest), rest), one, self._pairs[piece] - pairs)
+        return Items(piece, low, high, pairs, self._rates.of(key_tiles(low, high), one, pairs),
+                     self._time[piece] - np.where(rest > 0, left, 0),
+                     high - low - self.resident.of(taker).within(low, high))
 
     def last(self, taker: int, piece: np.ndarray, need: int, room: int) -> Items:
         """The first of some pieces of which a part that fits does much, whole, or cut at the end of which the taker has
         more; else the one that does most. None if nothing fits."""
-        best: tuple[int, int, int] | None = None
-        most = 0
+        best, most = Items(*(np.zeros(0, np.int64),) * 7), 0
         for one in piece.tolist():
             for low, high in self._ways(taker, one, need, room):
-                done = min(self._one(one, low, high), need)
+                items = self._parts(taker, np.array([one]), np.array([low]), np.array([high]))
+                done = min(int(items.saved[0]), need)
                 if done > most:
-                    best, most = (one, low, high), done
+                    best, most = items, done
             if 2 * most >= min(need, room):
                 break
-        if best is None:
-            return Items(*(np.zeros(0, np.int64),) * 6)
-        items = self._parts(taker, *(np.array([value]) for value in best))
-        return items.at(slice(int(items.saved[0] > 0)))
+        return best
 
     def _ways(self, taker: int, piece: int, need: int, room: int) -> list[tuple[int, int]]:
         """Keys of one piece that fit: its front or its back, else all of it."""
@@ -149,23 +149,19 @@ class Remains:
         first, last = -(-max(dense_low, low + 1) // TILE) * TILE, min(dense_high, high - 1) // TILE * TILE
         found = []
         if first <= last and dense_low < dense_high:
-            step = max(int(self._rates.of(np.int64(1), np.int64(0), TILE * pieces.rows[piece])), 1)
-            for start, end, way in ((low, first, 1), (last, high, -1)):
-                least = self._one(piece, start, end)
+            step = max(self._rates.tile + self._rates.pair * TILE * int(pieces.rows[piece]), 1)
+            ends = np.array([low, last]), np.array([first, high])
+            both = task_times(pieces, self._rates, np.full(2, piece), *ends).tolist()
+            for least, beside, front in zip(both, (self._back[piece], self._front[piece]), (True, False), strict=True):
                 steps = max(min(-(-(need + self._rates.segment - least) // step), (room - least) // step,
-                                (last - first) // TILE), 0) * TILE
-                beside = self._back[piece] if way > 0 else self._front[piece]
-                if least + steps // TILE * step <= room and beside != taker:
-                    found.append((start, end + steps) if way > 0 else (start - steps, end))
+                                (last - first) // TILE), 0)
+                if least + steps * step <= room and beside != taker:
+                    found.append((low, first + steps * TILE) if front else (last - steps * TILE, high))
         if len(found) == 2:
-            here = self.resident.of(taker)
-            missing = [high - low - int(here.within(*np.array([[low], [high]]))[0]) for low, high in found]
+            start, end = np.array(found).T
+            missing = end - start - self.resident.of(taker).within(start, end)
             return [found[int(missing[1] < missing[0])]]
         return found or [(low, high)] * (int(self._time[piece]) <= room)
-
-    def _one(self, piece: int, low: int, high: int) -> int:
-        """Time of a part of one piece."""
-        return int(task_times(self.pieces, self._rates, np.array([piece]), np.array([low]), np.array([high]))[0])
 
     def take(self, taker: int, items: Items) -> None:
         """They are the taker's from now on."""
@@ -179,6 +175,7 @@ class Remains:
         self._high[piece] = np.where(front, self._high[piece], low)
         self._low[piece] = np.where(front, high, self._low[piece])
         self._time[piece] -= items.saved
+        self._pairs[piece] -= items.pairs
 
     def moves(self) -> Moves:
         """All tasks so far."""

@@ -15,7 +15,8 @@ from csbp.plan.remains import Items, Remains
 from csbp.plan.tasks import TILE
 from csbp.plan.work import MovedBytes
 
-SAMPLE = 16  # dearest pieces of a giver by which takers are compared, and pieces that are tried for the last cut
+GLANCE = 4  # dearest pieces of a giver by which takers are compared
+SAMPLE = 16  # pieces that are tried for the last cut
 GROWTH = 8  # of the number of pieces that bring keys, each time their neighbours are looked at again
 TAKERS = 8  # emptiest ranks that are tried in the end
 CRUMB = 1024  # a rank with less room than this part of the mean, or than a quarter of the tolerance, takes no more
@@ -89,7 +90,7 @@ class Levels:
             need, gap = int(self.load[giver]) - ceiling, int(self.load[giver]) - int(self.load[taker])
             if need <= 0 or gap <= 1:
                 return False
-            if self._give(giver, int(taker), min(need, gap // 2), gap // 2):
+            if self._give(giver, int(taker), min(need, gap // 2), gap - 1):
                 return True
         return False
 
@@ -109,7 +110,7 @@ class Levels:
 
     def _takers(self, giver: int, takers: np.ndarray, mean: int, ceiling: int) -> np.ndarray:
         """Takers by what they take for each byte, most first; guessed from the giver's dearest pieces."""
-        low, high, query = self.remains.heaviest(giver, SAMPLE)
+        low, high, query = self.remains.heaviest(giver, GLANCE)
         if not len(low):
             return takers[:0]
         missing = np.maximum(self.remains.resident.guess(takers, low, high), 0).max(1)
