@@ -7,8 +7,9 @@ G rows that others attend, R received rows, Sc own clean rows, N query heads, D 
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,7 +47,7 @@ class BoundGuests:
     mask: IntervalMask
     received: bool
     own: bool
-    rounds: tuple[Pair, ...]
+    rounds: tuple[tuple[Tensor | slice, Tensor], ...]
 
     @classmethod
     def bind(cls, guests: Guests, device: torch.device | str) -> BoundGuests:
@@ -54,7 +55,9 @@ class BoundGuests:
         ranges = guests.ranges
         mask = IntervalMask.from_arrays(ranges.prefix_start, ranges.prefix_end, ranges.block_start, ranges.block_end,
                                         device)
-        rounds = tuple((upload(places, device), upload(rows, device)) for places, rows in guests.rounds)
+        alone = len(guests.rounds) == 1  # nothing comes twice: all that comes, as it comes
+        rounds = tuple((slice(None) if alone else upload(places, device), upload(rows, device))
+                       for places, rows in guests.rounds)
         return cls(upload(guests.send, device), guests.send_counts, guests.receive_counts, upload(guests.order, device),
                    mask, guests.received, guests.own, rounds)
 
@@ -64,9 +67,8 @@ class BoundGuests:
 
     def lend_all(self, dout: Tensor, query: Tensor, out: Tensor, lse: Tensor, memory: Buffers) -> Outgoing:
         """What servers need of query rows in the backward."""
-        dout, wide = dout[self.send], lse.dtype
-        delta = (dout.to(wide) * out[self.send].to(wide)).sum(-1)
-        parcels = pack([lse[self.send], delta, query[self.send], dout.to(query.dtype)], memory)
+        delta = (_deltas() if dout.is_cuda else _delta)(dout, out, self.send)
+        parcels = pack([lse[self.send], delta, query[self.send], dout[self.send].to(out.dtype)], memory)
         return outgoing(parcels, self.send_counts, self.receive_counts, "queries", memory)
 
     def attend(self, query: Tensor, keys: Pair, backend: Backend, scale: float, memory: Buffers) -> Outgoing:
@@ -109,6 +111,17 @@ class BoundGuests:
         assert returned is not None
         for places, rows in self.rounds:
             dq[rows] += returned[places].to(dq.dtype)
+
+
+@functools.cache
+def _deltas() -> Callable[..., Tensor]:
+    return torch.compile(_delta, dynamic=True)  # one pass, no copies in float32
+
+
+def _delta(dout: Tensor, out: Tensor, rows: Tensor) -> Tensor:
+    """[G, N], each row's and head's sum of output times its gradient."""
+    wide = compute_dtype(out.dtype)
+    return (dout[rows].to(wide) * out[rows].to(wide)).sum(-1)
 
 
 def outgoing(rows: Tensor, send_counts: tuple[int, ...], receive_counts: tuple[int, ...], label: str,

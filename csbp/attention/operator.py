@@ -16,15 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csbp.attention.core import check_shapes, default_scale, get_backend, resolved
-from csbp.attention.guests import BoundGuests
-from csbp.attention.mask import IntervalMask
-from csbp.attention.phases import BoundKind, backward_phases, drive, forward_phases
+from csbp.attention.bound import BoundKind, bind_kind
+from csbp.attention.core import check_shapes, default_scale, resolved
+from csbp.attention.phases import backward_phases, drive, forward_phases
 from csbp.attention.reference import compute_dtype
 from csbp.comm.buffers import Buffers
 from csbp.comm.transport import Transport
-from csbp.comm.upload import upload
-from csbp.plan.plan import KindPlan, RankPlan
+from csbp.plan.plan import RankPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +64,9 @@ class BoundPlan:
         self.num_clean, self.num_noised = len(rank_plan.rows.clean), len(rank_plan.rows.noised)
         travels = rank_plan.world > 1 and rank_plan.scheme != "block"
         plain = Buffers(reuse=False)
-        self.kinds = {name: _bind(kind, travels, self.num_clean, device, backend, wire,
-                                  plain if kind.guests is None else transport.buffers)
+        self.kinds = {name: bind_kind(kind, self.num_clean, device, backend, wire,
+                                      plain if kind.guests is None else transport.buffers, travels=travels,
+                                      overlap=overlap)
                       for name, kind in rank_plan.kinds.items()}
         self._calls = {name: _Call(kind, transport, overlap) for name, kind in self.kinds.items()}
         self._handles = {name: next(_HANDLES) for name in self.kinds}
@@ -102,21 +101,6 @@ class BoundPlan:
             return whole(query, key, value, bound.here, default_scale(query, scale))[0]
         out, _ = torch.ops.csbp.attend(query, key, value, self._handles[kind], default_scale(query, scale))
         return out
-
-
-def _bind(kind: KindPlan, travels: bool, num_clean: int, device: torch.device | str, backend: str,
-          wire: torch.dtype | None, memory: Buffers) -> BoundKind:
-    def mask(ranges: Any) -> IntervalMask:
-        return IntervalMask.from_arrays(ranges.prefix_start, ranges.prefix_end, ranges.block_start,
-                                        ranges.block_end, device)
-
-    exchange, guests = kind.exchange, kind.guests
-    return BoundKind(
-        here=mask(kind.here), arrived=mask(kind.arrived), sees_far=bool(kind.arrived.pairs.any()),
-        send=upload(exchange.send, device), send_counts=exchange.send_counts,
-        receive_counts=exchange.receive_counts, to_global=upload(exchange.to_global, device),
-        backend=get_backend(backend), travels=travels, num_clean=num_clean, wire=wire, memory=memory,
-        guests=None if guests is None else BoundGuests.bind(guests, device))
 
 
 @torch.library.custom_op("csbp::attend", mutates_args=())

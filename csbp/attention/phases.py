@@ -16,84 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from csbp.attention.core import Backend, merge
-from csbp.attention.guests import BoundGuests, Pair, outgoing, unpack
-from csbp.attention.mask import IntervalMask
+from csbp.attention.bound import BoundKind, Gradients
+from csbp.attention.core import merge
+from csbp.attention.guests import Pair, unpack
 from csbp.attention.reference import compute_dtype
-from csbp.comm.buffers import Buffers
 from csbp.comm.transport import Outgoing, Pending, Transport
 
 Phases = Generator[Outgoing | None, Tensor | None, "tuple[Tensor, ...]"]
-
-
-@dataclass(frozen=True)
-class BoundKind:
-    """One layer kind of a rank's plan, on its device.
-
-    Attributes:
-        here: mask into [own clean rows | own noised rows].
-        arrived: mask into the received rows in global order.
-        sees_far: whether it lets any row see any.
-        send: int64, own rows to send, by destination; in the "csbp" scheme clean rows only.
-        to_global: int64 [R], permutation of the received rows into global order.
-        backend: the kernel.
-        travels: whether any rank sends anything.
-        num_clean: Sc.
-        wire: dtype in which gradients travel home; None: that of the keys.
-        guests: its part in moving query rows; None where no rank's do.
-        memory: for what travels.
-    """
-
-    here: IntervalMask
-    arrived: IntervalMask
-    sees_far: bool
-    send: Tensor
-    send_counts: tuple[int, ...]
-    receive_counts: tuple[int, ...]
-    to_global: Tensor
-    backend: Backend
-    travels: bool
-    num_clean: int
-    wire: torch.dtype | None
-    guests: BoundGuests | None
-    memory: Buffers
-
-    def ship(self, key: Tensor, value: Tensor) -> Outgoing:
-        """Own keys and values on their way to those who need them."""
-        rows = torch.cat((key[self.send], value[self.send]), -1)
-        return outgoing(rows, self.send_counts, self.receive_counts, "keys", self.memory)
-
-    def unpack(self, received: Tensor | None, key: Tensor, value: Tensor) -> tuple[Pair, Pair]:
-        """(K, V) of the received rows in global order (the one copy they need), and (K, V) that guests see."""
-        assert received is not None
-        rows, guests, clean = len(self.to_global), self.guests, self.num_clean
-        both = guests is not None and guests.received and guests.own
-        found = []
-        for own, part in ((key, received[..., :key.shape[-1]]), (value, received[..., key.shape[-1]:])):
-            all_rows = self.memory.take((rows + clean * both, *own.shape[1:]), own.dtype)
-            torch.index_select(part, 0, self.to_global, out=all_rows[:rows])
-            if both:
-                all_rows[rows:] = own[:clean]
-            found.append((all_rows[:rows], own[:clean] if guests is not None and not guests.received else all_rows))
-        (far_key, seen_key), (far_value, seen_value) = found
-        return (far_key, far_value), (seen_key, seen_value)
-
-    def home(self, parts: list[tuple[Tensor, Tensor]], key: Tensor, value: Tensor) -> Outgoing:
-        """Gradients of the received rows on their way to their owners.
-
-        Args:
-            parts: gradients of K and of V, [R, K, D] each, to be added.
-        """
-        wire = self.wire or key.dtype
-        rows = self.memory.take((len(self.to_global), key.shape[1], key.shape[2] + value.shape[2]), wire)
-        if parts:
-            wide = compute_dtype(key.dtype)
-            sums = [side[0] if len(side) == 1 else side[0].to(wide) + side[1].to(wide)
-                    for side in zip(*parts, strict=True)]
-            rows[self.to_global] = torch.cat(sums, -1).to(wire)
-        else:
-            rows.zero_()
-        return outgoing(rows, self.receive_counts, self.send_counts, "gradients", self.memory)
 
 
 def forward_phases(query: Tensor, key: Tensor, value: Tensor, kind: BoundKind, scale: float) -> Phases:
@@ -135,14 +64,15 @@ def backward_phases(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out
 
     The rows travel a second time (shards are kept, never gathered buffers). Gradients of received rows are computed
     first, those of guests before those of own rows, and travel home while the local part runs; an owner adds them in
-    rank order.
+    rank order. Where query rows move, a share of the local part runs while they and the keys come.
     """
-    backend, guests, memory, wide = kind.backend, kind.guests, kind.memory, compute_dtype(key.dtype)
+    guests, memory, mine = kind.guests, kind.memory, (dout, query, key, value, out, lse)
     memory.begin(query.device)
     if kind.travels:
         yield kind.ship(key, value)
     if guests is not None:
         yield guests.lend_all(dout, query, out, lse, memory)
+    early = [kind.local(part, *mine, scale) for part in kind.parts[:-1]]
     dq_far: Tensor | None = None
     own_clean: Pair | None = None  # what guests give own clean rows
     if kind.travels:
@@ -151,8 +81,8 @@ def backward_phases(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out
         if guests is not None:
             lent = yield None
             assert lent is not None
-            wire = kind.wire or query.dtype
-            back, of_keys = guests.gradients(lent, (lse, query, out), seen, backend, scale, memory, wire)
+            back, of_keys = guests.gradients(lent, (lse, query, out), seen, kind.backend, scale, memory,
+                                             kind.wire or query.dtype)
             yield back
             if guests.received:
                 parts.append((of_keys[0][:rows], of_keys[1][:rows]))
@@ -160,26 +90,39 @@ def backward_phases(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out
                 first = rows if guests.received else 0
                 own_clean = of_keys[0][first:], of_keys[1][first:]
         if kind.sees_far:
-            dq_far, *rest = backend.backward(dout, query, *far, out, lse, kind.arrived, scale)
+            dq_far, *rest = kind.backend.backward(dout, query, *far, out, lse, kind.arrived, scale)
             parts.append((rest[0], rest[1]))
         yield kind.home(parts, key, value)
-    dq, dk, dv = backend.backward(dout, query, key, value, out, lse, kind.here, scale)
-    if dq_far is not None:
-        dq += dq_far
+    dq, dk, dv = _joined([*early, kind.local(kind.parts[-1], *mine, scale)], dq_far)
     if guests is not None:
         guests.add(dq, (yield None))
     if kind.travels:
-        dk, dv = dk.to(wide), dv.to(wide)
+        dk, dv = dk.to(compute_dtype(dk.dtype)), dv.to(compute_dtype(dv.dtype))
         if own_clean is not None:
-            dk[:kind.num_clean] += own_clean[0].to(wide)
-            dv[:kind.num_clean] += own_clean[1].to(wide)
+            dk[:kind.num_clean] += own_clean[0].to(dk.dtype)
+            dv[:kind.num_clean] += own_clean[1].to(dv.dtype)
         returned = yield None
         assert returned is not None
-        for mine, part in zip(kind.send.split(kind.send_counts), returned.split(kind.send_counts), strict=True):
-            # A source rank names each row at most once, so the order of the sum is the order of ranks.
-            dk[mine] += part[..., :key.shape[-1]].to(wide)
-            dv[mine] += part[..., key.shape[-1]:].to(wide)
+        kind.add_returned(dk, dv, returned)
     return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
+
+
+def _joined(parts: list[Gradients], dq_far: Tensor | None) -> Gradients:
+    """Gradients of the local parts, of which each has its own query rows and the last has seen all keys; ``dq_far`` of
+    all query rows is added."""
+    dq, dk, dv = parts[-1]
+    if len(parts) > 1:
+        dk, dv = dk.to(compute_dtype(dk.dtype)), dv.to(compute_dtype(dv.dtype))
+        for _, of_keys, of_values in parts[:-1]:
+            dk[:len(of_keys)] += of_keys.to(dk.dtype)
+            dv[:len(of_values)] += of_values.to(dv.dtype)
+        if dq_far is None:
+            dq = torch.cat([part[0] for part in parts])
+    if dq_far is None:
+        return dq, dk, dv
+    for mine, (part, *_) in zip(dq_far.split([len(part[0]) for part in parts]), parts, strict=True):
+        mine += part
+    return dq_far, dk, dv
 
 
 @dataclass(frozen=True)

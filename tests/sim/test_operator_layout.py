@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from moved import with_moves
 from packs import make_layout, make_pack
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,7 +15,7 @@ from csbp.attention import core, operator, reference
 from csbp.attention.operator import BoundPlan
 from csbp.comm.loopback import LoopbackTransport, LoopbackWorld, run_threads
 from csbp.plan.geometry import LayerKind
-from csbp.plan.plan import plan_rank
+from csbp.plan.plan import PackPlan
 
 Layouts = list[tuple[tuple[int, ...], torch.dtype]]
 
@@ -34,14 +35,16 @@ def _layouts(tensors: tuple[Tensor, ...]) -> Layouts:
     return [(t.stride(), t.dtype) for t in tensors]
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(("world", "moved"), [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("backend", ["reference", "oddly"])
-def test_outputs_lie_as_promised(world: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_lie_as_promised(world: int, moved: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(core.BACKENDS, "oddly", Oddly())
-    geometry = make_layout(make_pack([70, 9]), 8).geometry
+    pack = PackPlan(make_layout(make_pack([70, 9]), 8).geometry, (LayerKind(),), world)
+    pack = with_moves(pack, 1) if moved else pack
+    assert bool(pack.served) == moved
 
     def work(transport: LoopbackTransport) -> tuple[Layouts, Layouts]:
-        plan = BoundPlan(plan_rank(geometry, (LayerKind(),), world, transport.rank), transport, backend=backend)
+        plan = BoundPlan(pack.rank_plan(transport.rank), transport, backend=backend)
         handle = next(h for h, call in operator._CALLS.items() if call.transport is transport)
         rows = plan.num_clean + plan.num_noised
         q, k, v, dout = (torch.randn(rows, heads, 8).bfloat16() for heads in (4, 2, 2, 4))

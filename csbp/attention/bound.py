@@ -1,0 +1,141 @@
+"""One layer kind of a rank's plan on its device, and what its phases do with rows that travel.
+
+Legend: S query rows, Sc own clean rows, R received rows, K key/value heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from csbp.attention.core import Backend, get_backend
+from csbp.attention.guests import BoundGuests, Pair, outgoing
+from csbp.attention.mask import IntervalMask
+from csbp.attention.reference import compute_dtype
+from csbp.comm.buffers import Buffers
+from csbp.comm.transport import Outgoing
+from csbp.comm.upload import upload
+from csbp.plan.plan import KindPlan
+from csbp.plan.ranges import RowRanges
+
+Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some query rows over the keys that are here: ``rows``, their mask, and the first how many keys it is into."""
+
+    rows: slice
+    mask: IntervalMask
+    keys: int | None
+
+
+@dataclass(frozen=True)
+class BoundKind:
+    """One layer kind of a rank's plan, on its device.
+
+    Attributes:
+        here: mask into [own clean rows | own noised rows].
+        arrived: mask into the received rows in global order.
+        sees_far: whether it lets any row see any.
+        parts: the local backward: its last part runs while gradients travel home, those before it (one, or none) while
+            keys and queries come.
+        send: int64, own rows to send, by destination; in the "csbp" scheme clean rows only.
+        to_global: int64 [R], permutation of the received rows into global order.
+        backend: the kernel.
+        travels: whether any rank sends anything.
+        num_clean: Sc.
+        wire: dtype in which gradients travel home; None: that of the keys.
+        guests: its part in moving query rows; None where no rank's do.
+        memory: for what travels.
+    """
+
+    here: IntervalMask
+    arrived: IntervalMask
+    sees_far: bool
+    parts: tuple[Part, ...]
+    send: Tensor
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
+    to_global: Tensor
+    backend: Backend
+    travels: bool
+    num_clean: int
+    wire: torch.dtype | None
+    guests: BoundGuests | None
+    memory: Buffers
+
+    def ship(self, key: Tensor, value: Tensor) -> Outgoing:
+        """Own keys and values on their way to those who need them."""
+        rows = torch.cat((key[self.send], value[self.send]), -1)
+        return outgoing(rows, self.send_counts, self.receive_counts, "keys", self.memory)
+
+    def unpack(self, received: Tensor | None, key: Tensor, value: Tensor) -> tuple[Pair, Pair]:
+        """(K, V) of the received rows in global order (the one copy they need), and (K, V) that guests see."""
+        assert received is not None
+        rows, guests, clean = len(self.to_global), self.guests, self.num_clean
+        both = guests is not None and guests.received and guests.own
+        found = []
+        for own, part in ((key, received[..., :key.shape[-1]]), (value, received[..., key.shape[-1]:])):
+            all_rows = self.memory.take((rows + clean * both, *own.shape[1:]), own.dtype)
+            torch.index_select(part, 0, self.to_global, out=all_rows[:rows])
+            if both:
+                all_rows[rows:] = own[:clean]
+            found.append((all_rows[:rows], own[:clean] if guests is not None and not guests.received else all_rows))
+        (far_key, seen_key), (far_value, seen_value) = found
+        return (far_key, far_value), (seen_key, seen_value)
+
+    def local(self, part: Part, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
+              scale: float) -> Gradients:
+        """The backward of a part."""
+        rows = part.rows
+        return self.backend.backward(dout[rows], query[rows], key[:part.keys], value[:part.keys], out[rows], lse[rows],
+                                     part.mask, scale)
+
+    def home(self, parts: list[Pair], key: Tensor, value: Tensor) -> Outgoing:
+        """Gradients of the received rows on their way to their owners.
+
+        Args:
+            parts: gradients of K and of V, [R, K, D] each, to be added.
+        """
+        wire, wide, width = self.wire or key.dtype, compute_dtype(key.dtype), key.shape[2]
+        rows = self.memory.take((len(self.to_global), key.shape[1], width + value.shape[2]), wire)
+        if not parts:
+            rows.zero_()
+        for place, side in zip((rows[..., :width], rows[..., width:]), zip(*parts, strict=True), strict=False):
+            total = side[0] if len(side) == 1 else side[0].to(wide) + side[1]
+            place[self.to_global] = total.to(wire)
+        return outgoing(rows, self.receive_counts, self.send_counts, "gradients", self.memory)
+
+    def add_returned(self, dk: Tensor, dv: Tensor, returned: Tensor) -> None:
+        """Add the gradients of own rows that other ranks have found, in the order of ranks."""
+        for mine, part in zip(self.send.split(self.send_counts), returned.split(self.send_counts), strict=True):
+            if len(mine):  # a source rank names each row at most once
+                dk[mine] += part[..., :dk.shape[-1]].to(dk.dtype)
+                dv[mine] += part[..., dk.shape[-1]:].to(dv.dtype)
+
+
+def bind_kind(kind: KindPlan, num_clean: int, device: torch.device | str, backend: str, wire: torch.dtype | None,
+              memory: Buffers, *, travels: bool, overlap: bool) -> BoundKind:
+    """A layer kind of the plan of a rank with ``num_clean`` clean rows. ``overlap``: see ``BoundPlan``."""
+    def mask(ranges: RowRanges, rows: slice = slice(None)) -> IntervalMask:
+        return IntervalMask.from_arrays(ranges.prefix_start[rows], ranges.prefix_end[rows], ranges.block_start[rows],
+                                        ranges.block_end[rows], device)
+
+    exchange, guests, here = kind.exchange, kind.guests, mask(kind.here)
+    count, clean = len(here), 0 if kind.kind.clean == "absent" else num_clean
+    first = clean if 0 < clean < count else count // 2
+    parts: tuple[Part, ...] = (Part(slice(None), here, None),)
+    if guests is not None and overlap and first:
+        early, late = slice(first), slice(first, None)
+        # Clean rows see no noised key.
+        parts = (Part(early, mask(kind.here, early), num_clean if first <= clean else None),
+                 Part(late, mask(kind.here, late), None))
+    return BoundKind(
+        here=here, arrived=mask(kind.arrived), sees_far=bool(kind.arrived.pairs.any()), parts=parts,
+        send=upload(exchange.send, device), send_counts=exchange.send_counts, receive_counts=exchange.receive_counts,
+        to_global=upload(exchange.to_global, device), backend=get_backend(backend), travels=travels,
+        num_clean=num_clean, wire=wire, memory=memory,
+        guests=None if guests is None else BoundGuests.bind(guests, device))
