@@ -11,7 +11,7 @@ from csbp.plan.disaggregate import CadSettings
 from csbp.plan.geometry import Geometry, LayerKind
 from csbp.plan.ownership import Ownership, assign_owners
 from csbp.plan.shapes import AttentionLayers
-from csbp.plan.work import RowBytes
+from csbp.plan.work import StepBytes
 
 
 def packed(lengths: Sequence[int], block: int) -> Geometry:
@@ -52,6 +52,6 @@ PAIRS = PassCost(0, 0, 1)  # time is pairs alone
 LEVEL = CadSettings(tolerance=0.01, min_gain=0.0)
 
 
-def sizes_of(heads: int = 32, kv_heads: int = 8, head_dim: int = 128, itemsize: int = 2) -> RowBytes:
+def sizes_of(heads: int = 32, kv_heads: int = 8, head_dim: int = 128, itemsize: int = 2) -> StepBytes:
     """Of a layer of these heads."""
-    return RowBytes.of(AttentionLayers(LayerKind(), 1, heads, kv_heads, head_dim), itemsize)
+    return StepBytes.of(AttentionLayers(LayerKind(), 1, heads, kv_heads, head_dim), itemsize)

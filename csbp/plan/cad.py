@@ -14,7 +14,7 @@ from csbp.plan.plan import PackPlan
 from csbp.plan.profiles import load_profile
 from csbp.plan.shapes import ModelShape
 from csbp.plan.split import split_shape
-from csbp.plan.work import RowBytes, layer_rates
+from csbp.plan.work import StepBytes, layer_rates
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Cad:
             part = parts[kind.name]
             moves[kind.name] = disaggregate(
                 plan, kind, find_pieces(plan, kind), layer_rates(self.cost, part, self.forwards),
-                RowBytes.of(part, self.itemsize, self.gradient_itemsize, self.forwards), self.settings,
+                StepBytes.of(part, self.itemsize, self.gradient_itemsize, self.forwards), self.settings,
                 bytes_per_second=self.bytes_per_second)
         return replace(plan, moves=moves)
 

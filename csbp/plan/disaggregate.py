@@ -16,7 +16,7 @@ from csbp.plan.remains import Remains
 from csbp.plan.resident import Resident
 from csbp.plan.tasks import Moves, Pieces
 from csbp.plan.waterfill import Levels, Limits
-from csbp.plan.work import MovedBytes, RowBytes, home_times
+from csbp.plan.work import MovedBytes, StepBytes, home_times
 
 _NO_LIMIT = 1 << 60
 _TRIES = 4  # with different times for transfers
@@ -49,7 +49,7 @@ def no_moves(pieces: Pieces) -> Moves:
     return Moves(none, none, none, none, pieces.low, pieces.high)
 
 
-def disaggregate(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCost, sizes: RowBytes,
+def disaggregate(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCost, sizes: StepBytes,
                  settings: CadSettings, *, beside: np.ndarray | None = None,
                  bytes_per_second: float | None = None) -> Moves:
     """The moves of one layer kind; none where they would not save ``min_gain``.
@@ -89,14 +89,14 @@ def disaggregate(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCos
     return best
 
 
-def _base_bytes(plan: PackPlan, kind: LayerKind, sizes: RowBytes) -> tuple[np.ndarray, np.ndarray]:
+def _base_bytes(plan: PackPlan, kind: LayerKind, sizes: StepBytes) -> tuple[np.ndarray, np.ndarray]:
     """int64 [N] each, what every rank sends and receives without moves."""
     matrix = plan.traffic[kind.name]
     gives, gets = matrix.sum(1), matrix.sum(0)
     return (gives * sizes.fetched + gets * sizes.key_gradient, gets * sizes.fetched + gives * sizes.key_gradient)
 
 
-def _limits(plan: PackPlan, kind: LayerKind, sizes: RowBytes, settings: CadSettings, target: int,
+def _limits(plan: PackPlan, kind: LayerKind, sizes: StepBytes, settings: CadSettings, target: int,
             bytes_per_second: float | None) -> Limits:
     """What may be added to each rank, where a layer takes ``target`` femtoseconds."""
     most = [np.full(plan.world, _NO_LIMIT if limit is None else limit)
@@ -108,7 +108,7 @@ def _limits(plan: PackPlan, kind: LayerKind, sizes: RowBytes, settings: CadSetti
     return Limits(*most)
 
 
-def _slowest(plan: PackPlan, kind: LayerKind, sizes: RowBytes, load: np.ndarray, moved: MovedBytes | None,
+def _slowest(plan: PackPlan, kind: LayerKind, sizes: StepBytes, load: np.ndarray, moved: MovedBytes | None,
              bytes_per_second: float | None) -> int:
     """Femtoseconds of a layer: the fullest rank's work or the longest transfer, which travels meanwhile."""
     if bytes_per_second is None:
@@ -119,7 +119,7 @@ def _slowest(plan: PackPlan, kind: LayerKind, sizes: RowBytes, load: np.ndarray,
     return max(int(load.max()), int(most / bytes_per_second / FEMTO))
 
 
-def count_moved(plan: PackPlan, kind: LayerKind, pieces: Pieces, moves: Moves, sizes: RowBytes) -> MovedBytes:
+def count_moved(plan: PackPlan, kind: LayerKind, pieces: Pieces, moves: Moves, sizes: StepBytes) -> MovedBytes:
     """Bytes that moves add to every rank, as they are sent if no rank's own needs shrink by them."""
     moved, resident = MovedBytes(plan.world, sizes), Resident(plan, kind.name)
     rows, owner = pieces.rows[moves.piece], pieces.owner[moves.piece]

@@ -12,7 +12,7 @@ import numpy as np
 from csbp.plan.cost import PassCost, key_tiles
 from csbp.plan.resident import Resident
 from csbp.plan.tasks import TILE, Moves, Pieces
-from csbp.plan.work import RowBytes, task_times
+from csbp.plan.work import StepBytes, task_times
 
 
 class Items(NamedTuple):
@@ -48,7 +48,7 @@ class Remains:
         world: number of ranks.
     """
 
-    def __init__(self, pieces: Pieces, movable: np.ndarray, rates: PassCost, sizes: RowBytes, resident: Resident,
+    def __init__(self, pieces: Pieces, movable: np.ndarray, rates: PassCost, sizes: StepBytes, resident: Resident,
                  world: int) -> None:
         self.pieces, self.resident, self._rates, self._movable = pieces, resident, rates, movable
         self._low, self._high = pieces.low.copy(), pieces.high.copy()

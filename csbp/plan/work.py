@@ -15,6 +15,7 @@ from csbp.plan.pieces import own_work
 from csbp.plan.plan import PackPlan
 from csbp.plan.shapes import AttentionLayers
 from csbp.plan.tasks import Moves, Pieces
+from csbp.plan.wire import row_bytes
 
 
 def layer_rates(model: CostModel, part: AttentionLayers, forwards: int = 1) -> PassCost:
@@ -40,8 +41,8 @@ def home_times(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCost,
 
 
 @dataclass(frozen=True)
-class RowBytes:
-    """Bytes of one row on the wire, in one layer.
+class StepBytes:
+    """Bytes of one row in one layer of a training step.
 
     Attributes:
         query, answer: of a query row in a forward, to its server and back (out and log-sum-exp).
@@ -61,18 +62,17 @@ class RowBytes:
 
     @classmethod
     def of(cls, part: AttentionLayers, itemsize: int, gradient_itemsize: int | None = None,
-           forwards: int = 1) -> RowBytes:
+           forwards: int = 1) -> StepBytes:
         """Of a kind's layers.
 
         Args:
             itemsize: bytes of a number in the compute dtype.
             gradient_itemsize: of a gradient that travels home; None: the same.
         """
-        numbers, statistic = part.heads * part.head_dim, part.heads * max(itemsize, 4)
-        home = gradient_itemsize or itemsize
-        return cls(query=numbers * itemsize, answer=numbers * itemsize + statistic,
-                   gradient=2 * numbers * itemsize + 2 * statistic, query_gradient=numbers * home,
-                   key=part.row_elements * itemsize, key_gradient=part.row_elements * home, forwards=forwards)
+        width = row_bytes(part.heads, part.kv_heads, part.head_dim, part.head_dim, itemsize, gradient_itemsize)
+        forward, backward = width.forward, width.backward
+        return cls(forward["queries"], forward["outputs"], backward["queries"], backward["query_gradients"],
+                   forward["keys"], backward["gradients"], forwards)
 
     @property
     def lent(self) -> int:
@@ -118,7 +118,7 @@ class MovedBytes:
         buffered: all that one pass sends and receives, in the pass of more.
     """
 
-    def __init__(self, world: int, sizes: RowBytes) -> None:
+    def __init__(self, world: int, sizes: StepBytes) -> None:
         self.sizes = sizes
         self.sent, self.received, self.buffered = (np.zeros(world, np.int64) for _ in range(3))
 

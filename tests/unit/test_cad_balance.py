@@ -18,7 +18,7 @@ from csbp.plan.ownership import Ownership
 from csbp.plan.pieces import find_pieces
 from csbp.plan.plan import PackPlan
 from csbp.plan.tasks import Moves, Pieces
-from csbp.plan.work import home_times
+from csbp.plan.work import MovedBytes, home_times
 
 FULL = LayerKind()
 RATES = [PAIRS, PassCost(0, 0, 7), PassCost(16384, 2000, 0), PassCost(900, 40, 3)]
@@ -101,6 +101,22 @@ def check(seed: int) -> None:
                            (moved.buffered, options.max_buffer_bytes)):
         assert limit is None or counted.max() <= limit
     assert moved.sent.sum() == moved.received.sum()
+    check_bytes(plan, kind, moves, moved)
+
+
+def check_bytes(plan: PackPlan, kind: LayerKind, moves: Moves, moved: MovedBytes) -> None:
+    """A plan with these moves sends what was counted, at most: owners may need fewer keys themselves."""
+    after = replace(plan, moves={kind.name: moves})
+    queries = after.served[kind.name].matrix if len(moves) else np.zeros((plan.world, plan.world), np.int64)
+    keys, before = after.traffic[kind.name], plan.traffic[kind.name]
+    for axis, there, back, counted in ((1, SIZES.lent, SIZES.returned, moved.sent),
+                                       (0, SIZES.returned, SIZES.lent, moved.received)):
+        fetched, home = (SIZES.fetched, SIZES.key_gradient) if axis else (SIZES.key_gradient, SIZES.fetched)
+        sent = queries.sum(1) * there + queries.sum(0) * back + keys.sum(1) * fetched + keys.sum(0) * home
+        base = before.sum(1) * fetched + before.sum(0) * home
+        assert np.all(sent <= base + counted)
+        if plan.exchange == "all_gather":
+            assert np.array_equal(sent, base + counted)
 
 
 @settings(max_examples=60, deadline=None)
