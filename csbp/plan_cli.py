@@ -1,35 +1,40 @@
 """``csbp plan``: what a run will do on its ranks, from shapes and document lengths alone. No torch, no data.
 
 One pack is planned: as many documents of ``data.document_lengths`` as fill ``data.seq_len``, or one document of that
-length. Every block is a target. docs/planning.md says how the numbers come about.
+length; with ``cad.pool=dp`` one for each replica. Every block is a target. docs/planning.md says how the numbers come
+about.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from csbp.config.cad import pooled
 from csbp.config.compose import compose_run
 from csbp.config.mesh import axis_sizes
 from csbp.config.places import package_dir
-from csbp.config.schema import DataConfig, RunConfig
+from csbp.config.schema import RunConfig
 from csbp.config.validate import check_bounds, validate_plan
 from csbp.errors import ConfigError
-from csbp.observe.plan_report import as_json, counted, show
+from csbp.observe.amounts import counted
+from csbp.observe.plan_report import as_json, show
 from csbp.observe.plan_result import PlanResult
 from csbp.plan.asked import expect_fields, expect_window, shaped
+from csbp.plan.cad import cad_of
 from csbp.plan.estimate import DEVICES, Settings
 from csbp.plan.forecast import Case, forecast, whole_pack
-from csbp.plan.limits import MAX_AXIS, MAX_BLOCKS, check_ranks, check_size, check_split, check_windows
+from csbp.plan.lengths import planned_packs, stand_in
+from csbp.plan.levelled import level, price_beside
+from csbp.plan.limits import MAX_AXIS, check_pool, check_ranks, check_size, check_split, check_windows
 from csbp.plan.shapes import model_shape
 
+_KINDS = ("csbp", "context", "block", "data")
 _BUILTIN = "builtin:"
-_LENGTH = re.compile("(?=0*[1-9])[0-9]{1,18}")
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 
@@ -84,72 +89,43 @@ def plan_result(config: RunConfig) -> PlanResult:
     expect_window(config.model.shape, shape.kinds)
     check_split(parallel.tp, shape)
     check_windows(shape.kinds, objective)
-    lengths, diffusion = document_lengths(config.data), objective.kind == "block_diffusion"
+    packs, diffusion = planned_packs(config), objective.kind == "block_diffusion"
+    lengths = [length for pack in packs for length in pack]
     check_size(lengths, objective.block_size, shape)
-    geometry = whole_pack(lengths, objective.block_size, noised=diffusion)
-    case = Case(shape, geometry, hidden=(noise.t_min + noise.t_max) / 2 if diffusion else 0.0,
-                next_token=not diffusion or objective.ar_weight > 0)
+    case = Case(shape, whole_pack(lengths, objective.block_size, noised=diffusion),
+                hidden=(noise.t_min + noise.t_max) / 2 if diffusion else 0.0,
+                next_token=not diffusion or objective.ar_weight > 0,
+                packs=tuple(map(len, packs)) if pooled(config) else ())
     ranks, world = axis_sizes(parallel)[1], parallel.nproc // parallel.tp
-    blocks = len(geometry.cell_starts) - 1
+    blocks = min(sum(-(-length // objective.block_size) for length in pack) for pack in packs if pack)
     check_ranks(parallel, blocks, "the planned pack")
+    check_pool(ranks, case.together)
     name = config.plan.device
     if name == "auto":
         name = "cpu" if parallel.device == "cpu" else "h200"
+    device, exchange = DEVICES[name], parallel.exchange
     settings = Settings(parallel.nproc, parallel.checkpointing, _ITEMSIZE[config.train.dtype],
                         config.train.logit_rows, parallel.offload, 4 if parallel.gradient_wire == "float32" else None,
                         parallel.tp, parallel.dp_replicate)
-    kinds = ("csbp", "context", "block", "data") if world > 1 else (parallel.kind,)
     # Beside "data" the others are shown with all ranks on the sequence axis, as far as there are blocks.
     axis = ranks if parallel.kind != "data" else min(world, blocks, MAX_AXIS)
-    found = {kind: forecast(case, kind, axis, settings, DEVICES[name], parallel.exchange) for kind in kinds
-             if kind in (parallel.kind, "data") or world % axis == 0}
-    return PlanResult(config.experiment, name, DEVICES[name], case, settings, parallel.kind, found,
-                      config.train.packs_per_step)
-
-
-def document_lengths(data: DataConfig) -> list[int]:
-    """Tokens of each document of the planned pack, cut as training would cut them.
-
-    Raises:
-        ConfigError: the file cannot be read, a line of it is no length, or there are too many documents to plan.
-    """
-    lengths = read_lengths(data.document_lengths) if data.document_lengths else [data.seq_len]
-    limit = min(data.document_tokens or data.seq_len, data.seq_len)
-    pack: list[int] = []
-    room = data.seq_len
-    for length in lengths:
-        if data.document_lengths and data.long_documents == "error" and length > limit:
-            raise ConfigError("data.document_lengths", data.document_lengths, f"holds a document of {length:,} tokens, "
-                              f"and data.long_documents=error; at most {limit:,}, or choose split or truncate")
-        length = min(length, room) if data.long_documents == "split" else min(length, limit, room)
-        if len(pack) + length // limit > MAX_BLOCKS:
-            raise ConfigError("data.seq_len", data.seq_len, f"too much to plan: more than {MAX_BLOCKS:,} documents; "
-                                                            "use longer ones (data.document_tokens), or fewer tokens")
-        pack += [limit] * (length // limit) + ([length % limit] if length % limit else [])
-        room -= length
-        if room == 0:
-            break
-    return pack
-
-
-def read_lengths(path: str) -> list[int]:
-    """The numbers of a file, one a line; empty lines are skipped."""
-    field = "data.document_lengths"
-    try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(field, path, f"cannot be read: {reason}") from error
-    found = []
-    for number, line in enumerate(lines, 1):
-        text = line.strip()
-        if text and not _LENGTH.fullmatch(text):
-            raise ConfigError(field, path, f"line {number} is {text[:40]!r}; write one document's tokens a line, as a "
-                                           "whole number above 0 of at most 18 digits")
-        found += [int(text)] if text else []
-    if not found:
-        raise ConfigError(field, path, "holds no length; write one document's tokens a line")
-    return found
+    kinds = [kind for kind in (_KINDS if world > 1 else (parallel.kind,))
+             if kind in (parallel.kind, "data") or world % axis == 0]
+    cad = cad_of(config, shape, name)
+    if cad is None:
+        found = {kind: forecast(case, kind, axis, settings, device, exchange) for kind in kinds}
+        return PlanResult(config.experiment, name, device, case, settings, parallel.kind, found,
+                          config.train.packs_per_step)
+    levelled = level(case, parallel.kind, ranks, settings, device, exchange, cad)
+    found = {parallel.kind: levelled.with_moves}
+    for kind in kinds:
+        if kind != parallel.kind:
+            pack = stand_in(packs, alone=kind != "data" and axis == world)
+            one = dataclasses.replace(case, geometry=whole_pack(pack, objective.block_size, noised=diffusion), packs=())
+            found[kind] = price_beside(one, kind, axis, settings, device, exchange, levelled)
+    found = {kind: found[kind] for kind in kinds}
+    return PlanResult(config.experiment, name, device, case, settings, parallel.kind, found,
+                      config.train.packs_per_step, levelled)
 
 
 def _config_fields(config: RunConfig) -> dict[str, Any]:

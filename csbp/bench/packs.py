@@ -10,7 +10,7 @@ from csbp.config.bench import BenchAttentionConfig
 from csbp.errors import ConfigError
 from csbp.plan.forecast import whole_pack
 from csbp.plan.geometry import Geometry, LayerKind
-from csbp.plan_cli import read_lengths
+from csbp.plan.lengths import read_lengths
 
 
 def document_lengths(case: BenchAttentionConfig, total: int) -> list[int]:

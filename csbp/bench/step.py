@@ -26,9 +26,9 @@ from csbp.observe.accounting import utilisation
 from csbp.parallel.runtime import Runtime, start_runtime
 from csbp.plan.estimate import DEVICES
 from csbp.plan.forecast import whole_pack
+from csbp.plan.lengths import document_lengths
 from csbp.plan.limits import check_ranks, check_size, check_split, check_windows
 from csbp.plan.shapes import model_shape
-from csbp.plan_cli import document_lengths
 from csbp.train.ready import build_on_meta
 from csbp.train.session import build_model, heed_determinism, make_ready
 from csbp.train.step import Noising, StepResult

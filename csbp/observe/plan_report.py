@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from csbp.observe.accounting import block_over_csbp
+from csbp.observe.amounts import bytes_text, counted, parameters_text, seconds_text
+from csbp.observe.cad_report import cad_columns, cad_json, cad_table, cad_title, cad_words
 from csbp.observe.plan_result import PlanResult
 from csbp.plan.counts import count_plan
 from csbp.plan.forecast import contiguous, layer_pairs, max_over_mean_pairs
 from csbp.plan.remedies import fullest, remedies
 
-_GIB = 2**30
 _WIDTH = 200  # of tables: their cells never wrap, whatever the terminal; its lines may
 
 
@@ -27,10 +29,10 @@ def as_json(result: PlanResult) -> dict[str, Any]:
     loose = contiguous(chosen.plan) if chosen.plan.scheme != "context" else chosen.plan
     return {
         "experiment": result.experiment, "kind": result.kind, "world_size": result.settings.world,
-        "csbp": chosen.plan.world, "tp": result.settings.tp, "replicas": chosen.replicas, "device": result.device_name,
+        "csbp": chosen.ranks, "tp": result.settings.tp, "replicas": chosen.replicas, "device": result.device_name,
         "tokens": geometry.num_clean, "noised_rows": geometry.num_noised,
         "documents": len(geometry.document_starts) - 1, "blocks": geometry.num_blocks,
-        "packs_per_step": result.packs_per_step,
+        "packs_planned": result.packs, "packs_per_step": result.packs_per_step,
         "parameters": shape.parameters, "active_parameters": shape.active_parameters,
         "max_over_mean_pairs": max_over_mean_pairs(shape, counts),
         "max_over_mean_pairs_contiguous": max_over_mean_pairs(shape, count_plan(loose)),
@@ -39,12 +41,12 @@ def as_json(result: PlanResult) -> dict[str, Any]:
         "bytes_received_per_rank_context": result.formula("context"),
         "bytes_received_exact_mean": float(received.mean()), "bytes_received_exact_max": float(received.max()),
         "tp_bytes_received_per_rank": float(result.told.mean()),
-        "block_over_csbp_time": block_over_csbp(chosen.plan.world, geometry.num_noised / geometry.num_clean),
+        "block_over_csbp_time": block_over_csbp(chosen.ranks, geometry.num_noised / geometry.num_clean),
         "peak_memory_bytes_per_rank": float(memory.total.max()), "fits": chosen.fits,
         "predicted_step_seconds": result.step_seconds(chosen), "predicted_pack_seconds": seconds.step,
         "predicted_tokens_per_second": result.tokens_per_second(chosen),
         "predicted_exposed_seconds": float(seconds.exposed.max()), "predicted_mfu": result.mfu,
-        "model_flops": result.flops,
+        "model_flops": result.flops, **(cad_json(result, result.levelled) if result.levelled else {}),
         "ranks": _ranks_json(result),
         "alternatives": {kind: {
             "fits": found.fits, "peak_memory_bytes_per_rank": float(found.memory.total.max()),
@@ -63,7 +65,8 @@ def _ranks_json(result: PlanResult) -> list[dict[str, Any]]:
     parts = {"bytes_received": result.received(chosen), "bytes_sent": result.sent(chosen),
              "attention_seconds": seconds.attention, "linear_seconds": seconds.linear,
              "exposed_seconds": seconds.exposed, "memory_bytes": chosen.memory.total}
-    columns = {name: values.tolist() for name, values in {**whole, **parts}.items()}
+    moved = cad_columns(result.levelled) if result.levelled else {}
+    columns = {name: values.tolist() for name, values in {**whole, **parts, **moved}.items()}
     return [{"rank": rank, **{name: column[rank] for name, column in columns.items()}}
             for rank in range(chosen.plan.world)]
 
@@ -74,22 +77,27 @@ def show(result: PlanResult, console: Console | None = None) -> None:
     chosen, shape, geometry = result.chosen, result.case.shape, result.case.geometry
     active = f", {shape.active_parameters / 1e9:.1f}B active" if shape.experts else ""
     out.print(Text(f"{result.experiment} on {result.settings.world} x {result.device_name}", style="bold"))
-    out.print(f"  {_parameters(shape.parameters)} parameters{active}; a pack of {counted(geometry.num_clean, 'token')} "
-              f"in {counted(len(geometry.document_starts) - 1, 'document')}, "
+    packs = f"{result.packs} packs" if result.packs > 1 else "a pack"
+    out.print(f"  {parameters_text(shape.parameters)} parameters{active}; {packs} of "
+              f"{counted(geometry.num_clean, 'token')} in {counted(len(geometry.document_starts) - 1, 'document')}, "
               f"{counted(geometry.num_blocks, 'target block')}")
     split = result.settings.tp > 1
-    mesh = f"dp={chosen.replicas} x csbp={chosen.plan.world}" + (f" x tp={result.settings.tp}" if split else "")
+    mesh = f"dp={chosen.replicas} x csbp={chosen.ranks}" + (f" x tp={result.settings.tp}" if split else "")
     out.print(f"  parallel.kind={result.kind}: {mesh}, {counted(result.packs_per_step, 'pack')} a step, "
               f"checkpointing {result.settings.checkpointing}{', offloaded' * result.settings.offload}\n")
     out.print(_rank_table(result))
     out.print("\n  memory of the fullest rank: " + ", ".join(
-        f"{name} {_gib(value)}" for name, value in fullest(chosen.memory).items()))
+        f"{name} {bytes_text(value)}" for name, value in fullest(chosen.memory).items()))
     out.print(f"  balance: attention max/mean {max_over_mean_pairs(shape, chosen.counts):.3f}, work max/lower bound "
               f"{float(chosen.counts.cost.max()) / max(chosen.counts.bound, 1):.3f}")
-    out.print(f"  bytes into a rank: {_gib(float(result.received(chosen).mean()))} mean, "
-              f"{_gib(float(result.received(chosen).max()))} most; by the published all-gather formula "
-              f"{_gib(result.formula(result.kind))}, context parallelism {_gib(result.formula('context'))}"
-              + (f"; beside them {_gib(float(result.told.mean()))} of the tp axis" if split else "") + "\n")
+    out.print(f"  bytes into a rank: {bytes_text(float(result.received(chosen).mean()))} mean, "
+              f"{bytes_text(float(result.received(chosen).max()))} most; by the published all-gather formula "
+              f"{bytes_text(result.formula(result.kind))}, context parallelism {bytes_text(result.formula('context'))}"
+              + (f"; beside them {bytes_text(float(result.told.mean()))} of the tp axis" if split else "") + "\n")
+    if result.levelled:
+        out.print(cad_title(result, result.levelled))
+        out.print(cad_table(result, result.levelled))
+        out.print()
     out.print(_kind_table(result))
     out.print()
     for line in verdict(result):
@@ -97,13 +105,14 @@ def show(result: PlanResult, console: Console | None = None) -> None:
 
 
 def verdict(result: PlanResult) -> list[str]:
-    """Which kinds fit the device, which is fastest, and whether plain data parallel would do."""
-    lines = []
+    """Whether disaggregation pays, which kinds fit the device, which is fastest, and whether plain data parallel would
+    do."""
+    lines = cad_words(result, result.levelled) if result.levelled else []
     fitting = [kind for kind, found in result.found.items() if found.fits]
     for kind, found in result.found.items():
         if not np.isfinite(result.device.memory):
             break
-        need = f"{_gib(float(found.memory.total.max()))} of {_gib(result.device.memory)}"
+        need = f"{bytes_text(float(found.memory.total.max()))} of {bytes_text(result.device.memory)}"
         lines.append(f"{kind} {'fits' if found.fits else 'does not fit'}: the fullest rank needs {need}.")
     data, world = result.found.get("data"), result.settings.world // result.settings.tp
     if data is not None and result.kind != "data":
@@ -119,7 +128,7 @@ def verdict(result: PlanResult) -> list[str]:
             lines.append("Plain data parallel (parallel.kind=data) fits and would not be faster.")
         if data.fits and result.packs_per_step % world:
             lines[-1] += f" That takes a multiple of {world} packs a step; the run has {result.packs_per_step}."
-    idle = -result.packs_per_step % result.chosen.replicas
+    idle = -result.packs_per_step % result.chosen.replicas if result.chosen.together == 1 else 0
     if idle:
         lines.append(f"{idle} of {result.chosen.replicas} replicas wait while the last packs of a step are trained: "
                      f"train.packs_per_step={result.packs_per_step}; a multiple of {result.chosen.replicas} would keep "
@@ -139,11 +148,13 @@ def _what_helps(result: PlanResult) -> list[str]:
     largest, size = max(fullest(least.memory).items(), key=lambda part: part[1])
     other = f"parallel.kind={least.kind}" if least.kind != result.kind else ""
     where = f" with {other}" if other else ""
-    lines = [f"Nothing fits. The largest part of the fullest rank{where} is {largest}, {_gib(size)}. What would help:"]
-    found = remedies(result.case, least, result.settings, result.device, least.plan.exchange)
+    lines = [f"Nothing fits. The largest part of the fullest rank{where} is {largest}, {bytes_text(size)}. "
+             "What would help:"]
+    case = replace(result.case, geometry=least.plan.geometry, packs=result.case.packs if least.together > 1 else ())
+    found = remedies(case, least, result.settings, result.device, least.plan.exchange)
     for remedy in found:
         words = f"{other} {remedy.words}".strip()
-        lines.append(f"  {words}: {_gib(remedy.memory)}, {'fits' if remedy.fits else 'still too much'}")
+        lines.append(f"  {words}: {bytes_text(remedy.memory)}, {'fits' if remedy.fits else 'still too much'}")
     return [*lines, "  a shorter data.seq_len, or a smaller model"]
 
 
@@ -156,8 +167,9 @@ def _rank_table(result: PlanResult) -> Table:
     received, sent = result.received(chosen), result.sent(chosen)
     for rank in range(chosen.plan.world):
         table.add_row(f"  {rank}", f"{counts.rows[rank]:,}", f"{counts.blocks[rank]:,}", f"{pairs[rank]:.3e}",
-                      _gib(received[rank]), _gib(sent[rank]), f"{seconds.attention[rank]:.3f}",
-                      f"{seconds.linear[rank]:.3f}", f"{seconds.exposed[rank]:.3f}", _gib(chosen.memory.total[rank]))
+                      bytes_text(received[rank]), bytes_text(sent[rank]), f"{seconds.attention[rank]:.3f}",
+                      f"{seconds.linear[rank]:.3f}", f"{seconds.exposed[rank]:.3f}",
+                      bytes_text(chosen.memory.total[rank]))
     return table
 
 
@@ -165,29 +177,11 @@ def _kind_table(result: PlanResult) -> Table:
     table = Table("  kind", box=None, pad_edge=False, padding=(0, 2))
     for name in ("s a step", "tokens/s", "exposed s", "in, mean", "memory", "fits"):
         table.add_column(name, justify="right", no_wrap=True)
-    for kind, found in result.found.items():
-        table.add_row(f"{'>' if kind == result.kind else ' '} {kind}", _seconds(result.step_seconds(found)),
-                      f"{result.tokens_per_second(found):,.0f}", f"{float(found.seconds.exposed.max()):.3f}",
-                      _gib(float(result.received(found).mean())), _gib(float(found.memory.total.max())),
-                      "yes" if found.fits else "no")
+    rows = {f"{'>' if kind == result.kind else ' '} {kind}": found for kind, found in result.found.items()}
+    if result.levelled:
+        rows["  without cad"] = result.levelled.without
+    for name, found in rows.items():
+        table.add_row(name, seconds_text(result.step_seconds(found)), f"{result.tokens_per_second(found):,.0f}",
+                      f"{float(found.seconds.exposed.max()):.3f}", bytes_text(float(result.received(found).mean())),
+                      bytes_text(float(found.memory.total.max())), "yes" if found.fits else "no")
     return table
-
-
-def counted(number: int, what: str) -> str:
-    """A number of things: ``1 document``, ``1,024 documents``."""
-    return f"{number:,} {what}{'s' * (number != 1)}"
-
-
-def _parameters(count: int) -> str:
-    size, unit = next((size, unit) for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K"), (1, "")) if count >= size)
-    return f"{count / size:.{2 if unit == 'B' else 1 if unit else 0}f}{unit}"
-
-
-def _seconds(count: float) -> str:
-    return f"{count:.2f}" if count >= 0.1 else f"{count:.2g}"
-
-
-def _gib(count: float) -> str:
-    if not count:
-        return "0"
-    return f"{count / _GIB:.2f} GiB" if count >= _GIB / 4 else f"{count / 2**20:.1f} MiB"

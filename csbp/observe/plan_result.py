@@ -10,6 +10,7 @@ from csbp.observe.accounting import exact_bytes, formula_bytes, model_flops, uti
 from csbp.plan.counts import attended_pairs
 from csbp.plan.estimate import Device, Settings
 from csbp.plan.forecast import Case, Forecast
+from csbp.plan.levelled import Levelled
 from csbp.plan.shapes import ModelShape
 from csbp.plan.split import split_bytes, split_shape
 
@@ -21,10 +22,12 @@ class PlanResult:
     Attributes:
         experiment: its name.
         device_name, device: what a rank computes on.
-        case, settings: what is trained and how.
+        case: what is planned together: a pack, or one of each replica.
+        settings: how it is trained.
         kind: the run's ``parallel.kind``.
         found: kind -> forecast; holds ``kind``.
         packs_per_step: of the run.
+        levelled: the run with and without disaggregation; None where it asks for none.
     """
 
     experiment: str
@@ -35,6 +38,12 @@ class PlanResult:
     kind: str
     found: dict[str, Forecast]
     packs_per_step: int
+    levelled: Levelled | None = None
+
+    @property
+    def packs(self) -> int:
+        """That are planned together; a replica may be one short."""
+        return sum(count > 0 for count in self.case.packs) or 1
 
     @property
     def shape(self) -> ModelShape:
@@ -43,7 +52,7 @@ class PlanResult:
 
     @property
     def told(self) -> np.ndarray:
-        """Bytes that the run's tp axis brings into each rank for one pack, float64 [N]."""
+        """Bytes that the run's tp axis brings into each rank for what is planned, float64 [N]."""
         chosen, settings = self.chosen, self.settings
         return split_bytes(self.case.shape, chosen.counts.rows, chosen.loss_rows, tp=settings.tp,
                            checkpointing=settings.checkpointing, itemsize=settings.itemsize)
@@ -61,17 +70,17 @@ class PlanResult:
         """Clean tokens over a step of ``packs`` packs, by default the run's own number."""
         packs = packs or self.packs_per_step
         rounds = -(-packs // forecast.replicas)
-        return packs * self.case.geometry.num_clean / (rounds * forecast.seconds.step)
+        return packs * self.case.geometry.num_clean / self.packs / (rounds * forecast.seconds.step)
 
     def received(self, forecast: Forecast) -> np.ndarray:
-        """Bytes into each rank for one pack, float64 [N]."""
+        """Bytes into each rank for what is planned, float64 [N]."""
         parts = exact_bytes(self.shape, forecast.counts, checkpointing=self.settings.checkpointing,
                             itemsize=self.settings.itemsize,
                             gradient_itemsize=self.settings.gradient_itemsize)
         return np.stack([part.received for part in parts.values()]).sum(0)
 
     def sent(self, forecast: Forecast) -> np.ndarray:
-        """Bytes out of each rank for one pack, float64 [N]."""
+        """Bytes out of each rank for what is planned, float64 [N]."""
         parts = exact_bytes(self.shape, forecast.counts, checkpointing=self.settings.checkpointing,
                             itemsize=self.settings.itemsize,
                             gradient_itemsize=self.settings.gradient_itemsize)
@@ -79,12 +88,13 @@ class PlanResult:
 
     def formula(self, kind: str) -> float:
         """Bytes received by the published formula, mean over ranks."""
-        geometry, world = self.case.geometry, self.chosen.plan.world
-        return formula_bytes(self.shape, geometry.num_clean, geometry.num_noised, world, kind)
+        geometry, packs = self.case.geometry, self.packs
+        return formula_bytes(self.shape, geometry.num_clean // packs, geometry.num_noised // packs, self.chosen.ranks,
+                             kind)
 
     @property
     def flops(self) -> float:
-        """Model FLOPs of one pack."""
+        """Model FLOPs of what is planned."""
         case, geometry = self.case, self.case.geometry
         pairs = {kind.name: attended_pairs(geometry, kind) for kind in case.shape.kinds}
         loss_rows = round(self.chosen.loss_rows.sum())

@@ -12,6 +12,7 @@ import numpy as np
 from csbp.plan.counts import PlanCounts
 from csbp.plan.shapes import AttentionLayers, ModelShape
 from csbp.plan.split import split_shape
+from csbp.plan.wire import row_bytes
 
 # Beside the inputs and outputs of its matrices, a layer keeps norms, rotated queries and keys and the activation
 # function for its backward; about half as much again.
@@ -101,7 +102,7 @@ class Memory:
         weights, gradients, optimizer: float32 shards.
         gathered: the layer being computed and the next one, embedding and head, whole.
         activations: float64 [N], kept for the backward (offloaded: of two layers), and one layer computed again.
-        keys: float64 [N], received keys and values of one layer and their gradients.
+        keys: float64 [N], received keys and values of one layer and their gradients, and query rows that move.
         logits: float64 [N], and what else the loss takes (``loss_bytes``).
     """
 
@@ -133,13 +134,27 @@ def predict_memory(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray,
     again = 0.0
     if settings.checkpointing != "none":
         again = max(_BESIDE_LINEAR * shape.row_width(part) * item for part in shape.attention)
-    # Received rows as they came and in order, their gradients in float32 and as they leave.
-    far = np.stack([counts.kinds[part.kind.name].received * float(part.row_elements) * (3 * item + _MASTER)
-                    for part in shape.attention]).max(0)
+    far = np.stack([_travelling(counts, part, settings) for part in shape.attention]).max(0)
     return Memory(
         weights=_MASTER * shard, gradients=_MASTER * shard, optimizer=2 * _MASTER * shard, gathered=gathered,
         activations=counts.rows * (kept + again), keys=far,
         logits=loss_bytes(loss_rows, shape.vocabulary, shape.hidden, item, settings.logit_rows))
+
+
+def _travelling(counts: PlanCounts, part: AttentionLayers, settings: Settings) -> np.ndarray:
+    """Bytes, float64 [N], that what travels takes in the backward of one layer."""
+    item, kind = settings.itemsize, counts.kinds[part.kind.name]
+    row = row_bytes(part.heads, part.kv_heads, part.head_dim, part.head_dim, item, settings.gradient_itemsize).backward
+    # Received rows as they came and in order, their gradients in float32 and as they leave.
+    keys = kind.received * float(part.row_elements) * (3 * item + _MASTER)
+    # Guests may see own clean rows too, which then lie behind the received ones.
+    keys += (kind.guests > 0) * counts.clean * float(part.row_elements) * (item + _MASTER)
+    # Guest rows as they came and in order, an output of zeros, their gradients as computed and as they leave.
+    numbers = float(part.heads * part.head_dim)
+    guests = kind.guests * (2 * row["queries"] + 2 * item * numbers + row["query_gradients"])
+    # Lent rows as they leave, with the gradient and the output that they are made of, and the gradients that come back.
+    lent = kind.lent * (row["queries"] + 2 * _MASTER * numbers + row["query_gradients"])
+    return np.asarray(keys + guests + lent, np.float64)
 
 
 def _kept(shape: ModelShape, part: AttentionLayers, settings: Settings) -> float:

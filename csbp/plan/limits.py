@@ -51,6 +51,21 @@ def check_ranks(parallel: ParallelConfig, blocks: int, pack: str) -> None:
                                         "(parallel.csbp), and data-parallel replicas beside them")
 
 
+def check_pool(ranks: int, replicas: int) -> None:
+    """Refuse more replicas than can be planned together.
+
+    Args:
+        ranks: of one sequence axis.
+        replicas: whose packs are planned as one.
+
+    Raises:
+        ConfigError: a plan cannot have so many ranks.
+    """
+    if replicas > 1 and ranks * replicas > MAX_AXIS:
+        raise ConfigError("cad.pool", "dp", f"{replicas} replicas of {ranks} ranks are more than a plan can have; use "
+                                            f"at most {MAX_AXIS} ranks, or cad.pool=csbp")
+
+
 def check_split(tp: int, shape: ModelShape) -> None:
     """Refuse a tp axis that does not divide a model.
 

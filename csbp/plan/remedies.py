@@ -78,7 +78,7 @@ def _more_ranks(case: Case, found: Forecast, settings: Settings, device: Device,
     What ranks share halves each time, so that all further doublings take off about as much as the last one did. Where
     that would not do, the rest is not shared (received keys of one long document), and no more ranks are tried.
     """
-    ranks, remedy, times = found.plan.world, None, 2
+    ranks, remedy, times = found.ranks, None, 2
     before = float(found.memory.total.max())
     while times <= _MOST_TIMES:
         axis = 1 if found.kind == "data" else ranks * times

@@ -63,8 +63,8 @@ def received_rows(counts: KindCounts) -> dict[str, np.ndarray]:
 
 def layer_bytes(rows: dict[str, np.ndarray], part: AttentionLayers, itemsize: int,
                 gradient_itemsize: int | None = None) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Bytes of ``rows`` in one layer by what travels, in its forward and in its backward; int64 [N] each."""
+    """Bytes of ``rows`` in one layer by what travels, in its forward and in its backward; float64 [N] each."""
     width = row_bytes(part.heads, part.kv_heads, part.head_dim, part.head_dim, itemsize, gradient_itemsize)
-    forward, backward = ({label: rows[label] * size for label, size in side.items()}
+    forward, backward = ({label: rows[label] * float(size) for label, size in side.items()}
                          for side in (width.forward, width.backward))
     return forward, backward

@@ -20,10 +20,11 @@ from csbp.errors import ConfigError
 from csbp.observe.picture import draw_plan, shares, stripes
 from csbp.plan.forecast import whole_pack
 from csbp.plan.geometry import LayerKind
+from csbp.plan.lengths import document_lengths
 from csbp.plan.plan import PackPlan
 from csbp.plan.runs import Runs
 from csbp.plan.shapes import model_shape
-from csbp.plan_cli import document_lengths, plan_result
+from csbp.plan_cli import plan_result
 
 GIB = 2**30
 PLANNED = ["nemotron_3b_sft", "nemotron_8b_sft", "nemotron_14b_sft", "diffusion_gemma_26b_a4b_sft", "qwen3_8b_sdar"]

@@ -1,0 +1,99 @@
+"""Tokens of the documents that are planned, from a file of lengths or as one document a pack."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from csbp.config.cad import pooled
+from csbp.config.mesh import axis_sizes
+from csbp.config.schema import DataConfig, RunConfig
+from csbp.errors import ConfigError
+from csbp.plan.limits import MAX_BLOCKS
+
+_LENGTH = re.compile("(?=0*[1-9])[0-9]{1,18}")
+
+
+def stand_in(packs: Sequence[Sequence[int]], *, alone: bool) -> Sequence[int]:
+    """The pack that other kinds are shown with: the one with most attention, which all replicas wait for, or the most
+    usual one if there is one replica ``alone``."""
+    work = [sum(length * length for length in pack) for pack in packs]
+    meant = sum(work) / len(work) if alone else max(work)
+    return min(zip(work, packs, strict=True), key=lambda pair: abs(pair[0] - meant))[1]
+
+
+def planned_packs(config: RunConfig) -> list[list[int]]:
+    """Tokens of the documents of each planned pack: of one, or, where those of all replicas are planned as one, of a
+    step's first packs; a replica that is a pack short has an empty one.
+
+    Raises:
+        ConfigError: as ``document_lengths``.
+    """
+    if not pooled(config):
+        return [document_lengths(config.data)]
+    replicas = axis_sizes(config.parallel)[0]
+    packs = _fill(config.data, min(replicas, config.train.packs_per_step))
+    return packs + [[]] * (replicas - len(packs))
+
+
+def document_lengths(data: DataConfig) -> list[int]:
+    """Tokens of each document of a planned pack, cut as training would cut them.
+
+    Raises:
+        ConfigError: the file cannot be read, a line of it is no length, or there are too many documents to plan.
+    """
+    return _fill(data, 1)[0]
+
+
+def _fill(data: DataConfig, count: int) -> list[list[int]]:
+    """Packs, one after another. Where there are several, a file that ends is read again from its beginning."""
+    if not data.document_lengths:
+        return [_one_pack(data, iter([data.seq_len]), 0) for _ in range(count)]
+    lengths = read_lengths(data.document_lengths)
+    documents = iter(lengths) if count == 1 else itertools.cycle(lengths)
+    packs: list[list[int]] = []
+    for _ in range(count):
+        packs.append(_one_pack(data, documents, sum(map(len, packs))))
+    return packs
+
+
+def _one_pack(data: DataConfig, lengths: Iterator[int], before: int) -> list[int]:
+    """Documents until the pack is full, or there are no more; ``before``: documents that were planned already."""
+    limit = min(data.document_tokens or data.seq_len, data.seq_len)
+    pack: list[int] = []
+    room = data.seq_len
+    for length in lengths:
+        if data.document_lengths and data.long_documents == "error" and length > limit:
+            raise ConfigError("data.document_lengths", data.document_lengths, f"holds a document of {length:,} tokens, "
+                              f"and data.long_documents=error; at most {limit:,}, or choose split or truncate")
+        length = min(length, room) if data.long_documents == "split" else min(length, limit, room)
+        if before + len(pack) + length // limit > MAX_BLOCKS:
+            raise ConfigError("data.seq_len", data.seq_len, f"too much to plan: more than {MAX_BLOCKS:,} documents; "
+                                                            "use longer ones (data.document_tokens), or fewer tokens")
+        pack += [limit] * (length // limit) + ([length % limit] if length % limit else [])
+        room -= length
+        if room == 0:
+            break
+    return pack
+
+
+def read_lengths(path: str) -> list[int]:
+    """The numbers of a file, one a line; empty lines are skipped."""
+    field = "data.document_lengths"
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(field, path, f"cannot be read: {reason}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        if text and not _LENGTH.fullmatch(text):
+            raise ConfigError(field, path, f"line {number} is {text[:40]!r}; write one document's tokens a line, as a "
+                                           "whole number above 0 of at most 18 digits")
+        found += [int(text)] if text else []
+    if not found:
+        raise ConfigError(field, path, "holds no length; write one document's tokens a line")
+    return found

@@ -1,0 +1,126 @@
+"""``csbp plan`` with core attention disaggregation: numbers as of plans and counts, words that say why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_plan_cli import answer, planned
+
+from csbp.config.compose import compose_run
+from csbp.observe.accounting import exact_bytes
+from csbp.plan.cad import cad_of
+from csbp.plan.counts import count_plan
+from csbp.plan.forecast import plan_case
+from csbp.plan.lengths import planned_packs
+from csbp.plan.pool import pack_of, pool_owners, share_documents
+from csbp.plan.priced import attention_passes
+from csbp.plan_cli import plan_result
+
+UNEVEN = "8192\n512\n512\n512\n300\n700\n1024\n1024\n1024\n1024\n4096\n"
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """Two replicas of two ranks, whose packs differ."""
+    file = tmp_path / "lengths"
+    file.write_text(UNEVEN)
+    return ["experiment=nemotron_3b_sft", "parallel.csbp=2", "parallel.nproc=4", "data.seq_len=8192",
+            "objective.block_size=256", f"data.document_lengths={file}", "data.document_tokens=8192",
+            "cad.enabled=true", "cad.pool=dp"]
+
+
+def test_packs_are_filled_one_after_another(words: list[str]) -> None:
+    def packs(*more: str) -> list[list[int]]:
+        return planned_packs(compose_run([*words, *more]))
+
+    assert packs() == [[8192], [512, 512, 512, 300, 700, 1024, 1024, 1024, 1024, 1560]]
+    three = packs("parallel.nproc=6")
+    assert three[:2] == packs() and three[2] == [8192]  # from the beginning again
+    assert packs("parallel.nproc=8", "train.packs_per_step=3") == [*three, []]
+    assert packs("cad.pool=csbp") == packs()[:1]
+    assert packs("data.document_lengths=") == [[8192], [8192]]
+
+
+def test_numbers_are_those_of_the_trained_plan(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    """The plan that training makes (see train.step), counted."""
+    found = planned(capsys, *words)
+    config = compose_run(words)
+    case = plan_result(config).case
+    geometry, kinds, weights = case.geometry, case.shape.kinds, case.shape.weights(case.shape.kinds)
+    packs = pack_of([1, 10])
+    replica = share_documents(geometry, kinds, weights, packs, 2)
+    cad = cad_of(config, case.shape, "h200")
+    assert cad is not None
+    home = plan_case(case, "csbp", 2)
+    np.testing.assert_array_equal(home.ownership.block_rank,
+                                  pool_owners(geometry, kinds, weights, replica, 2, 2).block_rank)
+    moved = cad.moved(home)
+    assert moved.moves and len(moved.moves["full"])
+    received = []
+    for plan in (moved, home):
+        parts = exact_bytes(case.shape, count_plan(plan), checkpointing=config.parallel.checkpointing, itemsize=2)
+        received.append(sum(part.received for part in parts.values()))
+    assert found["bytes_moved_by_cad"] == pytest.approx(float((received[0] - received[1]).sum()))
+    np.testing.assert_allclose([rank["bytes_received"] for rank in found["ranks"]], received[0])
+    np.testing.assert_allclose([rank["query_bytes_added"] + rank["key_bytes_added"] for rank in found["ranks"]],
+                               received[0] - received[1])
+    guests = [rank["query_rows_for_others"] for rank in found["ranks"]]
+    assert guests == count_plan(moved).kinds["full"].guests.tolist() and sum(guests) > 0
+    assert sum(rank["query_rows_elsewhere"] for rank in found["ranks"]) == sum(guests)
+
+    def over_mean(plan: Any) -> float:
+        times = attention_passes(plan, cad)["full"]
+        seconds = cad.forwards * times.forward + times.backward
+        return float(seconds.max() / seconds.mean())
+
+    apart = plan_case(case, "csbp", 2, share=False)
+    np.testing.assert_array_equal(apart.ownership.block_rank // 2, packs[geometry.block_document])
+    assert found["max_over_mean_time_without"] == pytest.approx(over_mean(apart))
+    assert found["max_over_mean_time_with"] == pytest.approx(over_mean(moved))
+    assert found["max_over_mean_time_with"] < 1.1 < found["max_over_mean_time_without"]
+
+
+def test_the_report_says_what_it_saves(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    found = planned(capsys, *words)
+    assert (found["packs_planned"], found["csbp"], found["replicas"], len(found["ranks"])) == (2, 2, 2, 4)
+    assert found["predicted_step_seconds"] == found["predicted_step_seconds_with"]
+    assert found["predicted_step_seconds"] == pytest.approx(4 * found["predicted_pack_seconds"])  # 8 packs, 2 at once
+    out = answer(capsys, *words)[1]
+    assert "2 packs of 2 replicas planned together" in out and "csbp=2" in out
+    gain = 1 - found["predicted_step_seconds_with"] / found["predicted_step_seconds_without"]
+    said = "pays" if gain > 0.001 else "does not pay" if gain < -0.001 else "makes no difference"
+    assert f"Disaggregation {said}" in out
+    assert f"max/mean {found['max_over_mean_time_without']:.3f} without" in out
+    assert f"{found['max_over_mean_time_with']:.3f} with" in out
+    # Level attention alone is no gain where ownership had levelled attention together with all else.
+    out = answer(capsys, *words, "cad.pool=csbp", "parallel.nproc=3", "parallel.csbp=3", "objective.block_size=2048")[1]
+    assert "within a sequence axis" in out and "Disaggregation " in out and "changes nothing" not in out
+
+
+def test_without_it_nothing_is_said_of_it(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    found = planned(capsys, *words, "cad.enabled=false")
+    assert found["packs_planned"] == 1 and "bytes_moved_by_cad" not in found
+    assert "query_bytes_added" not in found["ranks"][0]
+    assert "isaggregation" not in answer(capsys, *words, "cad.enabled=false")[1]
+
+
+@pytest.mark.parametrize(("more", "said"), [
+    (["data.document_lengths=", "parallel.nproc=4", "parallel.csbp=4", "objective.block_size=1024"],
+     "more than the mean, within cad.tolerance=0.02"),
+    (["cad.min_gain=0.9"], "of the fullest rank's attention, below cad.min_gain=0.9 (max/mean is "),
+    (["cad.max_receive_mib=0"], "no move makes the slowest rank faster within what may travel (max/mean is ")])
+def test_why_nothing_moves(capsys: pytest.CaptureFixture[str], words: list[str], more: list[str], said: str) -> None:
+    more = ["cad.pool=csbp", "parallel.nproc=3", "parallel.csbp=3", "objective.block_size=2048", *more]
+    out = answer(capsys, *words, *more)[1]
+    assert "Nothing moves in full layers: " in out and said in out and "changes nothing here" in out
+    found = planned(capsys, *words, *more)
+    assert found["bytes_moved_by_cad"] == 0
+    assert found["predicted_step_seconds_with"] == found["predicted_step_seconds_without"]
+
+
+def test_more_ranks_than_a_plan_can_have(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    code, _, err = answer(capsys, *words, "parallel.nproc=8192", "data.seq_len=1024", "train.packs_per_step=1")
+    assert code == 2 and "cad.pool='dp': 4096 replicas of 2 ranks are more than a plan can have" in err
