@@ -19,8 +19,9 @@ from csbp.plan.waterfill import Levels, Limits
 from csbp.plan.work import MovedBytes, StepBytes, home_times
 
 _NO_LIMIT = 1 << 60
-_TRIES = 4  # with different times for transfers
+_TRIES = 3  # with different times for transfers
 _STAGES = 4  # of a try after the first
+_NEAR = 8  # bounds that are apart by less than this part are not brought nearer
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,13 @@ def disaggregate(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCos
     start = home_times(plan, kind, pieces, rates) + (0 if beside is None else beside)
     mean = int(start.sum()) // plan.world
     best, least = no_moves(pieces), _slowest(plan, kind, sizes, start, None, bytes_per_second)
-    if plan.world == 1 or int(start.max()) <= mean + int(mean * settings.tolerance):
+    ceiling = mean + int(mean * settings.tolerance)
+    if plan.world == 1 or int(start.max()) <= ceiling:
         return best
     enough = least - int(least * settings.min_gain)
+    # Moves lower neither the mean nor what travels anyway.
+    if max(mean, _slowest(plan, kind, sizes, np.zeros_like(start), None, bytes_per_second)) > enough:
+        return best
     movable = np.ones(len(pieces), bool) if settings.ship_queries else ~pieces.noised
     shortest, longest = mean, least  # how long a layer takes, between which the best lies
     for number in range(_TRIES):
@@ -80,12 +85,14 @@ def disaggregate(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCos
         slowest = _slowest(plan, kind, sizes, levels.load, levels.moved, bytes_per_second)
         if slowest < least and slowest <= enough:
             best, least = remains.moves(), slowest
-        if not levels.limited or number and bytes_per_second is None:
+        if not levels.limited or int(levels.load.max()) <= ceiling or number and bytes_per_second is None:
             break
         if slowest > target + int(target * settings.tolerance):
             shortest, longest = target, min(longest, slowest)
         else:
-            longest = target
+            longest = slowest
+        if (longest - shortest) * _NEAR < longest:
+            break
     return best
 
 

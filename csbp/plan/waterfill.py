@@ -18,6 +18,7 @@ from csbp.plan.work import MovedBytes
 GLANCE = 4  # dearest pieces of a giver by which takers are compared
 SAMPLE = 16  # pieces that are tried for the last cut
 GROWTH = 8  # of the number of pieces that bring keys, each time their neighbours are looked at again
+MISSES = 3  # takers that could take nothing, after which a giver gives up
 TAKERS = 8  # emptiest ranks that are tried in the end
 CRUMB = 1024  # a rank with less room than this part of the mean, or than a quarter of the tolerance, takes no more
 
@@ -59,6 +60,7 @@ class Levels:
     def __init__(self, load: np.ndarray, remains: Remains, moved: MovedBytes, limits: Limits) -> None:
         self.load, self.remains, self.moved, self.limits = load.copy(), remains, moved, limits
         self.limited, self._crumb = False, 0
+        self._stuck: set[int] = set()  # ranks that found nobody who could take anything
 
     def fill(self, tolerance: float, stages: int = 1) -> None:
         """Move until no rank is above the mean by more than ``tolerance`` of it, or nothing more can be done.
@@ -76,7 +78,8 @@ class Levels:
             for giver in np.argsort(-self.load, kind="stable"):
                 if self.load[giver] <= ceiling:
                     break
-                self._empty(int(giver), mean, ceiling, takes)
+                if giver not in self._stuck:
+                    self._empty(int(giver), mean, ceiling, takes)
         self._crumb = 0
         for _ in range(2 * len(self.load)):
             if not self._level(floor):
@@ -96,12 +99,17 @@ class Levels:
 
     def _empty(self, giver: int, mean: int, ceiling: int, takes: np.ndarray) -> None:
         """Give away what a rank has above the ceiling, best takers first."""
+        missed = 0
         for taker in self._takers(giver, np.flatnonzero(takes), mean, ceiling):
-            if self.load[giver] <= ceiling or self._shut(giver):
+            if self.load[giver] <= ceiling:
                 return
-            self._give(giver, int(taker), int(self.load[giver]) - ceiling, mean - int(self.load[taker]))
+            if missed == MISSES or self._shut(giver):
+                break
+            if not self._give(giver, int(taker), int(self.load[giver]) - ceiling, mean - int(self.load[taker])):
+                missed += 1
             if mean - self.load[taker] <= self._crumb or self._shut(taker):
                 takes[taker] = False
+        self._stuck.add(giver)
 
     def _shut(self, rank: int) -> bool:
         found = self.limits.shut(self.moved, rank)
@@ -126,17 +134,17 @@ class Levels:
         while need > 0 and room > self._crumb:
             if items is None:
                 items = self.remains.dearest(taker, self.remains.candidates(giver, taker), min(need, room))
-            taken = self._admit(giver, taker, items.fitting(need, room, most))
-            if len(taken.piece) and not taken.missing.any():
-                items = items.at(slice(len(taken.piece), None))  # the rest costs what it did
-            else:
-                if not len(taken.piece):
-                    taken = self._admit(giver, taker, self.remains.last(taker, items.piece[:SAMPLE], need, room))
+            some = items.fitting(need, room, most)
+            if not len(some.piece):
+                some = self.remains.last(taker, items.piece[:SAMPLE], need, room)
                 items = None
-            if not len(taken.piece):
-                break
-            moved, most = True, GROWTH * most
-            need, room = need - int(taken.saved.sum()), room - int(taken.time.sum())
+            taken = self._admit(giver, taker, some)
+            moved |= bool(len(taken.piece))
+            if not len(some.piece) or len(taken.piece) < len(some.piece):
+                break  # nothing fits, or a limit is reached
+            # Where no keys were missing, the rest costs what it did.
+            items = None if items is None or taken.missing.any() else items.at(slice(len(taken.piece), None))
+            need, room, most = need - int(taken.saved.sum()), room - int(taken.time.sum()), GROWTH * most
         return moved
 
     def _admit(self, giver: int, taker: int, items: Items) -> Items:
@@ -157,5 +165,5 @@ class Levels:
                 break
             self.limited = True
             self.moved.add(giver, taker, -queries, owner, start - end)
-            items = items.at(slice(len(items.piece) // 2))
+            items = items.at(slice(len(items.piece) // 3))
         return items
