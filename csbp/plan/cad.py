@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from csbp.config.mesh import axis_sizes
 from csbp.config.schema import RunConfig
@@ -50,7 +50,7 @@ class Cad:
                 plan, kind, find_pieces(plan, kind), layer_rates(self.cost, part, self.forwards),
                 StepBytes.of(part, self.itemsize, self.gradient_itemsize, self.forwards), self.settings,
                 bytes_per_second=self.bytes_per_second)
-        return replace(plan, moves=moves)
+        return plan.with_moves(moves)
 
 
 def cad_of(config: RunConfig, shape: ModelShape, device: str) -> Cad | None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -144,6 +144,12 @@ class PackPlan:
 
         return {kind.name: Served(QueryRows(self.holding, kind), find_pieces(self, kind), moves[kind.name])
                 for kind in self.kinds if kind.name in moves and len(moves[kind.name])}
+
+    def with_moves(self, moves: Mapping[str, Moves]) -> PackPlan:
+        """The same plan with these moves; who holds what is not found again."""
+        found = replace(self, moves=moves)
+        vars(found).update({name: vars(self)[name] for name in ("ownership", "holding") if name in vars(self)})
+        return found
 
     def rank_plan(self, rank: int) -> RankPlan:
         """One rank's part."""

@@ -240,3 +240,18 @@ def test_limits_are_shared_by_those_who_give():
     before, after, _ = moved(geometry, 8, owners, options=replace(LEVEL, max_send_bytes=limit))
     assert free.max() < after.max() < 0.95 * before.max()
     assert (after[:2] < before[:2]).all()
+
+
+def test_a_plan_with_moves_is_the_plan_made_anew():
+    geometry = packed([9000, 300, 5000, 1200, 2500], 64)
+    plan = PackPlan(geometry, (FULL,), 8, owners=head_tail(geometry, 8))
+    moves = {"full": moved(geometry, 8, plan.owners)[2]}
+    anew = PackPlan(geometry, (FULL,), 8, owners=plan.owners, moves=moves)
+    found = plan.with_moves(moves)
+    assert found.digest() == anew.digest() != plan.digest()
+    assert np.array_equal(found.traffic["full"], anew.traffic["full"])
+    assert not np.array_equal(found.traffic["full"], plan.traffic["full"])
+    for rank in range(8):
+        mine, other = found.rank_plan(rank).kinds["full"], anew.rank_plan(rank).kinds["full"]
+        assert mine.pairs == other.pairs
+        assert np.array_equal(mine.exchange.send, other.exchange.send)
