@@ -16,6 +16,7 @@ from csbp.checkpoint.target import NOT_OURS, may_export_to
 from csbp.config.bench import BenchAttentionConfig, BenchProfileConfig, BenchStepConfig
 from csbp.config.fields import nearest_name
 from csbp.config.schema import GenerateConfig
+from csbp.config.simulate import SimulateConfig
 from csbp.errors import ConfigError, UserError, met_by_all
 from csbp.output import called_as, outlast_output, until_closed
 from csbp.usage import run_settings, settings_of
@@ -85,6 +86,12 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
                 run_settings("csbp plan experiment=nemotron_8b_sft parallel.nproc=16 data.seq_len=262144"))
     plan.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     plan.add_argument("--picture", default="", metavar="FILE", help="draw who owns and reads what: .svg or .png")
+    simulate = _add(commands, "simulate", _simulate, "predict steps of a cluster, without one: csbp, with and without "
+                    "disaggregation, and others",
+                    "csbp simulate takes experiment=NAME and what changes it, as csbp train, and:\n"
+                    + settings_of(SimulateConfig) + "\n\nWhat is predicted, and how: docs/cad.md\n\nexample:\n"
+                    "  csbp simulate experiment=nemotron_8b_sft parallel.nproc=64 parallel.csbp=8 data.seq_len=131072")
+    simulate.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     bench = _add(commands, "bench", _bench, "measure attention, whole steps, or what attention costs on this device",
                  "csbp bench attention takes:\n" + settings_of(BenchAttentionConfig)
                  + "\n\ncsbp bench step takes experiment=NAME and what changes it, as csbp train, and:\n"
@@ -141,6 +148,13 @@ def _plan(arguments: argparse.Namespace) -> int:
     from csbp.plan_cli import run_plan
 
     return run_plan(arguments.settings, json_only=arguments.json, picture=arguments.picture)
+
+
+@until_closed
+def _simulate(arguments: argparse.Namespace) -> int:
+    from csbp.simulate_cli import run_simulate
+
+    return run_simulate(arguments.settings, json_only=arguments.json)
 
 
 def _bench(arguments: argparse.Namespace) -> int:

@@ -37,6 +37,7 @@ from csbp.config.places import choices as choices_of
 from csbp.config.places import conf_dir, experiments
 from csbp.config.problems import as_config_error
 from csbp.config.schema import GenerateConfig, RunConfig
+from csbp.config.simulate import SimulateConfig
 from csbp.config.typed import escape, open_schema, resolve
 from csbp.config.words import own_file, split_words
 from csbp.errors import ConfigError
@@ -106,7 +107,8 @@ def _compose(name: str, cls: type[T], overrides: list[str], values: dict[str, st
 def _register_schemas() -> None:
     """What lets Hydra refuse unknown keys and wrong types in files; named in the defaults lists."""
     for name, cls in (("config", RunConfig), ("generate", GenerateConfig), ("bench_attention", BenchAttentionConfig),
-                      ("bench_step", BenchStepConfig), ("bench_profile", BenchProfileConfig)):
+                      ("bench_step", BenchStepConfig), ("bench_profile", BenchProfileConfig),
+                      ("simulate", SimulateConfig)):
         ConfigStore.instance().store(name=f"{name}_schema", node=open_schema(cls))
 
 

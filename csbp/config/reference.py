@@ -14,12 +14,14 @@ from csbp.config.bench import BenchAttentionConfig, BenchProfileConfig, BenchSte
 from csbp.config.fields import Field, fields_of
 from csbp.config.places import described_recipes, experiments
 from csbp.config.schema import GenerateConfig, RunConfig, SourceConfig
+from csbp.config.simulate import SimulateConfig
 from csbp.config.typed import dump_plain
 
 # conf/NAME.yaml -> the command that it is of, and its settings.
 COMMANDS: dict[str, tuple[str, type]] = {
     "generate": ("csbp generate", GenerateConfig), "bench_attention": ("csbp bench attention", BenchAttentionConfig),
-    "bench_step": ("csbp bench step", BenchStepConfig), "bench_profile": ("csbp bench profile", BenchProfileConfig)}
+    "bench_step": ("csbp bench step", BenchStepConfig), "bench_profile": ("csbp bench profile", BenchProfileConfig),
+    "simulate": ("csbp simulate", SimulateConfig)}
 _ORIGIN = "Written by `python -m csbp.config.reference` from csbp/config/schema.py; edit that file instead."
 
 

@@ -73,8 +73,8 @@ def predict_seconds(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray
     """Time of one pack on each rank.
 
     In the forward what travels hides behind attention over the keys that are here, and what others attended behind
-    that over keys from elsewhere. In the backward the keys, and what others attend, are waited for; gradients then
-    travel home behind the local part.
+    that over keys from elsewhere. In the backward the keys are waited for; gradients then travel home behind the local
+    part. Where query rows move, half of that part runs before, while keys and queries come.
 
     Args:
         shape: the whole model.
@@ -96,22 +96,28 @@ def predict_seconds(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray
         time = attention[part.kind.name] if attention else Passes(by_pairs, BACKWARD_PAIRS * by_pairs)
         speed = pace[part.kind.name] if pace else Pace(1 / link, 1 / link)
         busy += part.count * (forwards * time.forward + time.backward)
-        once, again = _exposed(part, counts.rows, kind, time, speed, item, settings.gradient_itemsize)
+        once, again = exposed_seconds(part, counts.rows, kind, time, speed, item, settings.gradient_itemsize)
         exposed += part.count * (forwards * once + again)
     linear = counts.rows * float(shape.row_flops) * runs_linear + loss_rows * float(shape.logit_flops) * 3
     return Seconds(busy, linear / device.linear, exposed)
 
 
-def _exposed(part: AttentionLayers, rows: np.ndarray, kind: KindCounts, time: Passes, pace: Pace, itemsize: int,
-             gradient_itemsize: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds [N] that a forward and a backward of one layer wait for what travels."""
+def exposed_seconds(part: AttentionLayers, rows: np.ndarray, kind: KindCounts, time: Passes, pace: Pace, itemsize: int,
+                    gradient_itemsize: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds [N] that a forward and a backward of one layer wait for what travels.
+
+    Args:
+        rows: [N], of both streams.
+        time: that each rank attends.
+    """
     size = row_bytes(part.heads, part.kv_heads, part.head_dim, part.head_dim, itemsize, gradient_itemsize)
     # Own rows are assumed to be as popular as received ones. A rank lends query rows or attends those of others.
     here, queries = rows / np.maximum(rows + kind.received, 1), np.maximum(kind.guests, kind.lent) * pace.queries
     keys, home = kind.received * pace.keys, kind.sent * pace.keys
     forward = (np.maximum(keys * size.forward["keys"] + queries * size.forward["queries"] - time.forward * here, 0)
                + np.maximum(queries * size.forward["outputs"] - time.forward * (1 - here), 0))
-    backward = (keys * size.backward["keys"] + queries * size.backward["queries"]
-                + np.maximum(home * size.backward["gradients"] - time.backward * here, 0)
-                + np.maximum(queries * size.backward["query_gradients"] - time.backward, 0))
+    early = here / 2 if kind.guests.any() else 0.0 * here  # of the backward, while keys and queries come
+    backward = (np.maximum(keys * size.backward["keys"] + queries * size.backward["queries"] - time.backward * early, 0)
+                + np.maximum(home * size.backward["gradients"] - time.backward * (here - early), 0)
+                + np.maximum(queries * size.backward["query_gradients"] - time.backward * (1 - early), 0))
     return forward, backward
