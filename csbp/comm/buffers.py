@@ -24,6 +24,11 @@ class Buffers:
         self._device = self._memory.device
         self._taken = self._most = 0
 
+    @property
+    def most(self) -> int:
+        """Bytes that one operation has taken at most."""
+        return self._most
+
     def begin(self, device: torch.device) -> None:
         """Start an operation: all memory is free again."""
         self._taken, self._device = 0, device

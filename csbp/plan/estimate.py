@@ -12,7 +12,7 @@ import numpy as np
 from csbp.plan.counts import PlanCounts
 from csbp.plan.shapes import AttentionLayers, ModelShape
 from csbp.plan.split import split_shape
-from csbp.plan.wire import row_bytes
+from csbp.plan.wire import buffer_bytes, row_bytes
 
 # Beside the inputs and outputs of its matrices, a layer keeps norms, rotated queries and keys and the activation
 # function for its backward; about half as much again.
@@ -103,7 +103,8 @@ class Memory:
         gathered: the layer being computed and the next one, embedding and head, whole.
         activations: float64 [N], kept for the backward (offloaded: of two layers), and one layer computed again.
         keys: float64 [N], received keys and values of one layer and their gradients, and query rows that move.
-        logits: float64 [N], and what else the loss takes (``loss_bytes``).
+        logits: float64 [N], and what else the loss takes (``loss_bytes``); where query rows move also the memory for
+            what travels, which stays.
     """
 
     weights: float
@@ -135,10 +136,12 @@ def predict_memory(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray,
     if settings.checkpointing != "none":
         again = max(_BESIDE_LINEAR * shape.row_width(part) * item for part in shape.attention)
     far = np.stack([_travelling(counts, part, settings) for part in shape.attention]).max(0)
+    stays = np.stack([buffer_bytes(counts.kinds[part.kind.name], counts.clean, part, item, settings.gradient_itemsize)
+                      for part in shape.attention]).max(0)
     return Memory(
         weights=_MASTER * shard, gradients=_MASTER * shard, optimizer=2 * _MASTER * shard, gathered=gathered,
         activations=counts.rows * (kept + again), keys=far,
-        logits=loss_bytes(loss_rows, shape.vocabulary, shape.hidden, item, settings.logit_rows))
+        logits=loss_bytes(loss_rows, shape.vocabulary, shape.hidden, item, settings.logit_rows) + stays)
 
 
 def _travelling(counts: PlanCounts, part: AttentionLayers, settings: Settings) -> np.ndarray:

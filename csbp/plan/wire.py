@@ -68,3 +68,19 @@ def layer_bytes(rows: dict[str, np.ndarray], part: AttentionLayers, itemsize: in
     forward, backward = ({label: rows[label] * float(size) for label, size in side.items()}
                          for side in (width.forward, width.backward))
     return forward, backward
+
+
+def buffer_bytes(counts: KindCounts, clean: np.ndarray, part: AttentionLayers, itemsize: int,
+                 gradient_itemsize: int | None = None) -> np.ndarray:
+    """Bytes of the memory for what travels, which stays from layer to layer where query rows move; float64 [N].
+
+    Args:
+        clean: [N], rows of the clean stream that each rank holds: guests may see them too.
+    """
+    came, went = (layer_bytes(rows, part, itemsize, gradient_itemsize)
+                  for rows in (received_rows(counts), sent_rows(counts)))
+    own = np.where(counts.guests > 0, clean, 0) * float(part.row_elements * itemsize)
+    forward = sum(came[0].values()) + went[0]["outputs"]
+    backward = sum(came[1].values()) + sum(went[1][label] for label in ("queries", "query_gradients", "gradients"))
+    moves = bool(counts.guests.any())
+    return np.asarray(np.maximum(forward, backward) + came[0]["keys"] + own, np.float64) * moves

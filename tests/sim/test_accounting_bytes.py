@@ -17,6 +17,7 @@ from csbp.plan.counts import count_plan
 from csbp.plan.geometry import LayerKind
 from csbp.plan.plan import EXCHANGES, PackPlan
 from csbp.plan.shapes import AttentionLayers, ModelShape
+from csbp.plan.wire import buffer_bytes
 
 SHAPE = ModelShape((AttentionLayers(LayerKind(), 2, heads=4, kv_heads=2, head_dim=8),
                     AttentionLayers(LayerKind("near", window=12), 1, heads=4, kv_heads=1, head_dim=16)),
@@ -64,8 +65,14 @@ def test_predicted_bytes_are_sent(policy: str, scheme: str, exchange: str) -> No
         y.square().sum().backward()
         return sum(transport.sent_bytes.values())
 
-    expected = exact_bytes(SHAPE, count_plan(plan), checkpointing=policy, itemsize=4)
-    sent = run_threads(LoopbackWorld(WORLD), work)
+    counts, world = count_plan(plan), LoopbackWorld(WORLD)
+    expected = exact_bytes(SHAPE, counts, checkpointing=policy, itemsize=4)
+    sent = run_threads(world, work)
     assert min(sent) > 0
     np.testing.assert_array_equal(sent, np.stack([part.sent for part in expected.values()]).sum(0))
     assert sum(part.received.sum() for part in expected.values()) == sum(sent)
+    buffers = np.max([buffer_bytes(counts.kinds[part.kind.name], counts.clean, part, 4) for part in SHAPE.attention], 0)
+    used = np.array([transport.buffers.most for transport in world.transports])
+    parts = 12 * 256  # where each part of it begins
+    own = counts.clean * max(part.row_elements for part in SHAPE.attention) * 4  # guests may see them, or not
+    assert (used <= buffers + parts).all() and (used >= buffers - own).all() and bool(used.any()) == moved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from moved import with_moves
 from packs import make_layout, make_pack
 
 from csbp.config.compose import compose_run
@@ -15,10 +16,12 @@ from csbp.observe.accounting import (
     utilisation,
 )
 from csbp.plan.counts import attended_pairs, count_plan
+from csbp.plan.estimate import Settings, predict_memory
 from csbp.plan.geometry import Geometry, LayerKind
 from csbp.plan.ownership import Ownership, assign_owners
 from csbp.plan.plan import SCHEMES, PackPlan
 from csbp.plan.shapes import AttentionLayers, ModelShape, model_shape
+from csbp.plan.wire import buffer_bytes
 
 GIB = 2**30
 L = 256 * 1024
@@ -136,3 +139,14 @@ def test_block_parallelism_computes_the_clean_stream_everywhere() -> None:
     geometry = one_document(2**12, 8)
     rows = [count_plan(PackPlan(geometry, (LayerKind(),), 2, scheme)).rows.max() for scheme in ("block", "csbp")]
     assert rows[0] / rows[1] == pytest.approx(1.5, rel=0.01)
+
+
+def test_memory_for_what_moves_stays_beside_the_logits() -> None:
+    home = PackPlan(make_layout(make_pack([150, 7, 64]), 8).geometry, SMALL.kinds, 3)
+    moved, settings = with_moves(home, 3), Settings(3, "full", 2)
+    plain, beside = (predict_memory(SMALL, count_plan(plan), np.zeros(3, np.int64), settings).logits
+                     for plan in (home, moved))
+    counts = count_plan(moved)
+    stays = [buffer_bytes(counts.kinds[part.kind.name], counts.clean, part, 2) for part in SMALL.attention]
+    np.testing.assert_array_equal(beside - plain, np.max(stays, 0))
+    assert (beside > plain).all()
