@@ -29,7 +29,7 @@ from csbp.plan.cad import cad_of
 from csbp.plan.estimate import DEVICES, Settings
 from csbp.plan.forecast import Case, forecast, whole_pack
 from csbp.plan.lengths import planned_packs, stand_in
-from csbp.plan.levelled import level, price_beside
+from csbp.plan.levelled import ALL, level, price_beside
 from csbp.plan.limits import MAX_AXIS, check_pool, check_ranks, check_size, check_split, check_windows
 from csbp.plan.shapes import model_shape
 
@@ -72,7 +72,10 @@ def _draw(config: RunConfig, result: PlanResult, picture: str) -> None:
     from csbp.observe.picture import draw_plan
 
     try:
-        draw_plan(result.chosen.plan, Path(picture).expanduser(), title=_title(config, result))
+        chosen, found = result.chosen, result.levelled
+        draw_plan(chosen.plan, Path(picture).expanduser(), title=_title(config, result),
+                  ranks=chosen.ranks if chosen.together > 1 else None,
+                  attention=(found.before[ALL].seconds, found.after[ALL].seconds) if found else None)
     except OSError as error:
         reason = f"{error.strerror}: {error.filename!r}"
         raise ConfigError("--picture", picture, f"cannot be written: {reason}; name another file") from error
@@ -154,7 +157,7 @@ def _config_file(path: str, family: str) -> Path | None:
 
 
 def _title(config: RunConfig, result: PlanResult) -> str:
-    geometry = result.case.geometry
-    return (f"{config.experiment}: {counted(geometry.num_clean, 'token')} in "
+    geometry, packs = result.case.geometry, f" of {result.packs} packs" if result.packs > 1 else ""
+    return (f"{config.experiment}: {counted(geometry.num_clean, 'token')}{packs} in "
             f"{counted(len(geometry.document_starts) - 1, 'document')}, {counted(result.chosen.plan.world, 'rank')}, "
             f"parallel.kind={result.kind}")

@@ -11,6 +11,7 @@ from test_plan_cli import answer, planned
 
 from csbp.config.compose import compose_run
 from csbp.observe.accounting import exact_bytes
+from csbp.observe.picture import draw_plan, stripes
 from csbp.plan.cad import cad_of
 from csbp.plan.counts import count_plan
 from csbp.plan.forecast import plan_case
@@ -124,3 +125,29 @@ def test_why_nothing_moves(capsys: pytest.CaptureFixture[str], words: list[str],
 def test_more_ranks_than_a_plan_can_have(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     code, _, err = answer(capsys, *words, "parallel.nproc=8192", "data.seq_len=1024", "train.packs_per_step=1")
     assert code == 2 and "cad.pool='dp': 4096 replicas of 2 ranks are more than a plan can have" in err
+
+
+def test_the_picture_shows_what_moves(tmp_path: Path, words: list[str]) -> None:
+    result = plan_result(compose_run(words))
+    assert result.levelled is not None
+    plan, kind = result.chosen.plan, result.chosen.plan.kinds[0]
+    found, clean = stripes(plan, kind), plan.geometry.num_clean
+    served = plan.served[kind.name]
+    for stream in (0, 1):  # a row is at home or lent, of one rank each
+        owned = found["block" if stream else "own"][stream]
+        np.testing.assert_allclose(found["lent"][stream].sum(0) + owned.sum(0), 1)
+    columns = found["lent"][0].shape[1]
+    for rank in range(plan.world):
+        mine = served.pieces.owner[served.moves.piece] == rank
+        rows = int(served.pieces.rows[np.unique(served.moves.piece[mine])].sum())
+        shown = sum(found["lent"][stream][rank].sum() for stream in (0, 1)) * clean / columns
+        assert shown == pytest.approx(rows, rel=0.01)
+    picture = tmp_path / "plan.svg"
+    draw_plan(plan, picture, ranks=2, attention=(result.levelled.before["all"].seconds,
+                                                 result.levelled.after["all"].seconds))
+    text = picture.read_text()
+    for said in ("own queries, attended elsewhere", "queries of others, attended here", "attention time / mean",
+                 "the same without disaggregation"):
+        assert said in text
+    draw_plan(result.levelled.without.plan, picture)
+    assert "attended" not in picture.read_text() and "pairs / mean" in picture.read_text()
