@@ -20,6 +20,7 @@ from test_random_layouts import EXACT, Rank, inputs, plan_of, planned, seen, wan
 from torch import Tensor
 
 from csbp.attention.operator import BoundPlan
+from csbp.bench.resident import ResidentTransport
 from csbp.comm.buffers import Buffers
 from csbp.comm.loopback import LoopbackTransport, LoopbackWorld, run_threads
 from csbp.plan import pieces
@@ -194,3 +195,14 @@ def test_whole_tiles_are_attended_before_smaller_pieces(monkeypatch: pytest.Monk
         assert (order[whole].reshape(-1, TILE) == order[whole][::TILE, None] + np.arange(TILE)).all()
         mixed |= bool(whole.any() and not whole.all())
     assert mixed
+
+
+def test_what_is_resident_needs_no_other_rank() -> None:
+    """What a benchmark measures attention without a network by."""
+    plan, transport = with_moves(MIXED, 3), ResidentTransport(1, MIXED.world)
+    bound = BoundPlan(plan.rank_plan(1), transport, backend="reference")
+    rows = bound.num_clean + bound.num_noised
+    q, k, v = (torch.randn(rows, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    bound.attend("full", q, k, v, layer=0).sum().backward()
+    assert q.grad is not None and q.grad.shape == q.shape
+    assert set(transport.sent_rows) == {"keys", "queries", "outputs", "query_gradients", "gradients"}
