@@ -1,9 +1,11 @@
 """How long planning takes on one core: ``python tools/bench_plan.py [--repeat 5] [--json FILE]``.
 
 Milliseconds of processor time, medians: of one rank's plan from nothing (what a rank does once a step, all ranks'
-needs included), of every rank's plan, and of counting them all (what ``csbp plan`` does). Beside them the fullest
-rank's cost over the lower bound, the same over the mean if rows were dealt zig-zag over the whole pack, most rows over
-the mean, and runs of clean rows per rank.
+needs included), the same with moves of attention in every layer kind (32 heads over 8, H200s between nodes),
+of every rank's plan, and of counting them all (what ``csbp plan`` does). Beside them the fullest rank's cost over the
+lower bound, the same over the mean if rows were dealt zig-zag over the whole pack, most rows over the mean, runs of
+clean rows per rank, and the longest attention of a rank in a layer over the mean, in the kind where it is longest,
+without moves and with them.
 """
 
 from __future__ import annotations
@@ -16,9 +18,15 @@ from pathlib import Path
 
 import numpy as np
 
+from csbp.plan.cad import Cad
 from csbp.plan.counts import count_plan
+from csbp.plan.disaggregate import CadSettings
+from csbp.plan.estimate import DEVICES
 from csbp.plan.geometry import Geometry, LayerKind
 from csbp.plan.plan import PackPlan
+from csbp.plan.profiles import load_profile
+from csbp.plan.shapes import AttentionLayers, ModelShape
+from csbp.plan.work import home_times, layer_rates
 
 KINDS = {"full": (LayerKind(),), "full+window": (LayerKind(), LayerKind("window", window=1024))}
 CASES = [(1 << 17, 32, 8), (1 << 17, 32, 64), (1 << 19, 256, 64), (1 << 19, 32, 64), (1 << 19, 8, 64), (1 << 20, 8, 64)]
@@ -42,7 +50,8 @@ def pack(total: int, block: int, median: int, first: float, seed: int = 0) -> Ge
 
 def measure(geometry: Geometry, kinds: tuple[LayerKind, ...], world: int, repeat: int) -> dict[str, float]:
     """Medians over ``repeat`` plans, and the balance of one."""
-    times: dict[str, list[float]] = {"one_rank_ms": [], "all_ranks_ms": [], "counts_ms": []}
+    times: dict[str, list[float]] = {"one_rank_ms": [], "with_moves_ms": [], "all_ranks_ms": [], "counts_ms": []}
+    cad = moves_of(kinds)
     for turn in range(repeat):
         plan, start = PackPlan(geometry, kinds, world), time.process_time()
         plan.rank_plan(turn % world)
@@ -51,6 +60,10 @@ def measure(geometry: Geometry, kinds: tuple[LayerKind, ...], world: int, repeat
             plan.rank_plan(rank)
         times["all_ranks_ms"].append(time.process_time() - start)
         plan, start = PackPlan(geometry, kinds, world), time.process_time()
+        moved = cad.moved(plan)
+        moved.rank_plan(turn % world)
+        times["with_moves_ms"].append(time.process_time() - start)
+        plan, start = PackPlan(geometry, kinds, world), time.process_time()
         counts = count_plan(plan)
         times["counts_ms"].append(time.process_time() - start)
     zigzag = count_plan(PackPlan(geometry, kinds, world, "context")).cost
@@ -58,7 +71,25 @@ def measure(geometry: Geometry, kinds: tuple[LayerKind, ...], world: int, repeat
         "max_over_bound": round(counts.cost.max() / counts.bound, 3),
         "zigzag_max_over_mean": round(zigzag.max() / zigzag.mean(), 3),
         "rows_max_over_mean": round(counts.rows.max() / counts.rows.mean(), 3),
-        "runs_per_rank": round(sum(len(runs.start) for runs in plan.holding.clean_runs) / world, 1)}
+        "runs_per_rank": round(sum(len(runs.start) for runs in plan.holding.clean_runs) / world, 1),
+        "attention_max_over_mean": fullest(moved, cad, moved=False),
+        "with_moves_max_over_mean": fullest(moved, cad, moved=True)}
+
+
+def moves_of(kinds: tuple[LayerKind, ...]) -> Cad:
+    """What decides about moves, for layers of 32 query and 8 key heads of size 128 in bfloat16."""
+    shape = ModelShape(tuple(AttentionLayers(kind, 16, 32, 8, 128) for kind in kinds), 4096, 14336, 131072, False)
+    return Cad(CadSettings(), load_profile("h200", "profile"), shape, 2, 2, 1, DEVICES["h200"].far_link)
+
+
+def fullest(plan: PackPlan, cad: Cad, *, moved: bool) -> float:
+    """The longest attention of a rank over the mean, in the layer kind where that is most."""
+    found = []
+    for part in cad.shape.attention:
+        moves = plan.moves[part.kind.name] if plan.moves and moved else None
+        times = home_times(plan, part.kind, plan.pieces[part.kind.name], layer_rates(cad.cost, part), moves)
+        found.append(times.max() / times.mean())
+    return round(float(max(found)), 3)
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ from csbp.config.schema import RunConfig
 from csbp.plan.cost import CostModel
 from csbp.plan.disaggregate import CadSettings, disaggregate
 from csbp.plan.estimate import DEVICES
-from csbp.plan.pieces import find_pieces
 from csbp.plan.plan import PackPlan
 from csbp.plan.profiles import load_profile
 from csbp.plan.shapes import ModelShape
@@ -47,7 +46,7 @@ class Cad:
         for kind in plan.kinds:
             part = parts[kind.name]
             moves[kind.name] = disaggregate(
-                plan, kind, find_pieces(plan, kind), layer_rates(self.cost, part, self.forwards),
+                plan, kind, plan.pieces[kind.name], layer_rates(self.cost, part, self.forwards),
                 StepBytes.of(part, self.itemsize, self.gradient_itemsize, self.forwards), self.settings,
                 bytes_per_second=self.bytes_per_second)
         return plan.with_moves(moves)

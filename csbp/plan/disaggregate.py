@@ -21,7 +21,7 @@ from csbp.plan.work import MovedBytes, StepBytes, home_times
 _NO_LIMIT = 1 << 60
 _TRIES = 3  # with different times for transfers
 _STAGES = 4  # of a try after the first
-_NEAR = 8  # bounds that are apart by less than this part are not brought nearer
+_NEAR = 4  # bounds that are apart by less than this part are not brought nearer
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def disaggregate(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCos
             shortest, longest = target, min(longest, slowest)
         else:
             longest = slowest
-        if (longest - shortest) * _NEAR < longest:
+        if number and (longest - shortest) * _NEAR < longest:
             break
     return best
 

@@ -27,7 +27,7 @@ from csbp.plan.guests import Guests, QueryRows, Served
 from csbp.plan.holding import Holding, RankRows
 from csbp.plan.ownership import Ownership, assign_owners
 from csbp.plan.ranges import RowRanges, clean_ranges, join, meet, noised_ranges
-from csbp.plan.tasks import Moves
+from csbp.plan.tasks import Moves, Pieces
 from csbp.plan.travel import Exchange, Travel, find_travel
 
 SCHEMES = ("csbp", "context", "block")
@@ -140,15 +140,20 @@ class PackPlan:
         moves = {} if self.world == 1 else self.moves or {}
         if not moves:
             return {}
+        return {kind.name: Served(QueryRows(self.holding, kind), self.pieces[kind.name], moves[kind.name])
+                for kind in self.kinds if kind.name in moves and len(moves[kind.name])}
+
+    @cached_property
+    def pieces(self) -> dict[str, Pieces]:
+        """Layer kind -> all attention that could move (scheme "csbp" alone)."""
         from csbp.plan.pieces import find_pieces  # which knows plans
 
-        return {kind.name: Served(QueryRows(self.holding, kind), find_pieces(self, kind), moves[kind.name])
-                for kind in self.kinds if kind.name in moves and len(moves[kind.name])}
+        return {kind.name: find_pieces(self, kind) for kind in self.kinds}
 
     def with_moves(self, moves: Mapping[str, Moves]) -> PackPlan:
         """The same plan with these moves; who holds what is not found again."""
-        found = replace(self, moves=moves)
-        vars(found).update({name: vars(self)[name] for name in ("ownership", "holding") if name in vars(self)})
+        found, kept = replace(self, moves=moves), ("ownership", "holding", "pieces")
+        vars(found).update({name: vars(self)[name] for name in kept if name in vars(self)})
         return found
 
     def rank_plan(self, rank: int) -> RankPlan:

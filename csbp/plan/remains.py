@@ -27,13 +27,6 @@ class Items(NamedTuple):
     saved: np.ndarray
     missing: np.ndarray
 
-    def fitting(self, need: int, room: int, most: int) -> Items:
-        """As many of the first as save ``need`` and fit into ``room``; of those of which keys are missing, which may be
-        the same keys, at most ``most``."""
-        counts = [int(values.cumsum().searchsorted(limit, "right")) for values, limit in
-                  ((self.time, room), (self.saved, need), (self.missing > 0, most))]
-        return self.at(slice(min(counts)))
-
     def at(self, which: np.ndarray | slice) -> Items:
         return Items(*(column[which] for column in self))
 
@@ -98,6 +91,14 @@ class Remains:
             for column, new in zip((*items, score), (*part, other), strict=True):
                 column[cut[better]] = new[better]
         return items.at(np.argsort(-score, kind="stable"))
+
+    def fitting(self, items: Items, need: int, room: int, most: int) -> Items:
+        """As many of the first items as save ``need`` and fit into ``room``; at most ``most`` of those that need more
+        bytes of keys than of query rows, which may be the same keys."""
+        dear = items.missing * self._key_row > self._query[items.piece]
+        counts = [int(values.cumsum().searchsorted(limit, "right")) for values, limit in
+                  ((items.time, room), (items.saved, need), (dear, most))]
+        return items.at(slice(min(counts)))
 
     def _keys(self, items: Items, amount: int) -> np.ndarray:
         """Bytes of missing keys that each item has to bear."""

@@ -134,7 +134,7 @@ class Levels:
         while need > 0 and room > self._crumb:
             if items is None:
                 items = self.remains.dearest(taker, self.remains.candidates(giver, taker), min(need, room))
-            some = items.fitting(need, room, most)
+            some = self.remains.fitting(items, need, room, most)
             if not len(some.piece):
                 some = self.remains.last(taker, items.piece[:SAMPLE], need, room)
                 items = None
