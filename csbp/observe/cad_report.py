@@ -9,6 +9,7 @@ from rich.table import Table
 
 from csbp.observe.amounts import bytes_text, counted, seconds_text
 from csbp.observe.plan_result import PlanResult
+from csbp.plan.forecast import Forecast
 from csbp.plan.levelled import ALL, Levelled
 
 _SAME = 0.001  # part of a step that is no difference
@@ -23,7 +24,8 @@ def cad_json(result: PlanResult, levelled: Levelled) -> dict[str, Any]:
                 "max_over_lower_bound_time_with": after.over_bound}
 
     return {
-        **balance(ALL), "bytes_moved_by_cad": levelled.bytes_moved,
+        **balance(ALL), "max_over_mean_work_without": _work(levelled.without),
+        "max_over_mean_work_with": _work(levelled.with_moves), "bytes_moved_by_cad": levelled.bytes_moved,
         "predicted_step_seconds_without": result.step_seconds(levelled.without),
         "predicted_step_seconds_with": result.step_seconds(levelled.with_moves),
         "cad_layers": {name: {
@@ -73,8 +75,9 @@ def cad_words(result: PlanResult, levelled: Levelled) -> list[str]:
     if len(lines) == len(result.shape.attention) and levelled.with_moves.together == 1:
         return [*lines, "Disaggregation changes nothing here."]
     without, with_moves = result.step_seconds(levelled.without), result.step_seconds(levelled.with_moves)
-    gain, balance = 1 - with_moves / without, (f"attention max/mean {levelled.before[ALL].over_mean:.3f} without, "
-                                               f"{levelled.after[ALL].over_mean:.3f} with")
+    gain, before, after = 1 - with_moves / without, levelled.before[ALL].over_mean, levelled.after[ALL].over_mean
+    balance = (f"max/mean of attention {before:.3f} without, {after:.3f} with; "
+               f"of all work {_work(levelled.without):.3f}, {_work(levelled.with_moves):.3f}")
     step = f"a step takes {seconds_text(with_moves)} s, {seconds_text(without)} s without it"
     if gain > _SAME:
         lines.append(f"Disaggregation pays: {step}, {gain:.1%} less ({balance}).")
@@ -85,6 +88,11 @@ def cad_words(result: PlanResult, levelled: Levelled) -> list[str]:
     if levelled.without.fits and not levelled.with_moves.fits:
         lines.append("Only without disaggregation does the device hold it; a lower cad.max_buffer_mib takes less.")
     return lines
+
+
+def _work(found: Forecast) -> float:
+    """The busiest rank's computing over the mean: attention, and what a rank's rows take beside it."""
+    return float(found.seconds.busy.max() / found.seconds.busy.mean())
 
 
 def _why(levelled: Levelled, name: str) -> str:

@@ -122,10 +122,10 @@ def verdict(result: PlanResult) -> list[str]:
         if not data.fits:
             lines.append("Plain data parallel is out: a rank cannot hold a whole pack.")
         elif gain > 0.001:
-            lines.append(f"Plain data parallel (parallel.kind=data) would be faster by {gain:.1%}: a rank can hold a "
-                         "whole pack, and nothing travels.")
+            lines.append(f"Plain data parallel ({_settings(result, 'data')}) would be faster by {gain:.1%}: a rank can "
+                         "hold a whole pack, and nothing travels.")
         else:
-            lines.append("Plain data parallel (parallel.kind=data) fits and would not be faster.")
+            lines.append(f"Plain data parallel ({_settings(result, 'data')}) fits and would not be faster.")
         if data.fits and result.packs_per_step % world:
             lines[-1] += f" That takes a multiple of {world} packs a step; the run has {result.packs_per_step}."
     idle = -result.packs_per_step % result.chosen.replicas if result.chosen.together == 1 else 0
@@ -135,16 +135,23 @@ def verdict(result: PlanResult) -> list[str]:
                      "all of them busy.")
     if fitting:
         best = max(fitting, key=lambda kind: result.tokens_per_second(result.found[kind]))
-        lines.append(f"Fastest of those that fit: parallel.kind={best}, "
+        lines.append(f"Fastest of those that fit: {_settings(result, best)}, "
                      f"{result.tokens_per_second(result.found[best]):,.0f} tokens/s.")
     else:
         lines += _what_helps(result)
     return lines
 
 
+def _settings(result: PlanResult, kind: str) -> str:
+    """What to set for another kind, which is shown without disaggregation."""
+    return f"parallel.kind={kind}" + (" cad.enabled=false" if result.levelled and kind != result.kind else "")
+
+
 def _what_helps(result: PlanResult) -> list[str]:
     """What takes most where nothing fits, and the changes that would do most about it."""
-    least = min(result.found.values(), key=lambda found: float(found.memory.total.max()))
+    # Others than the run's kind would have to do without disaggregation, and then its own would take no more.
+    tried = [result.chosen] if result.levelled else result.found.values()
+    least = min(tried, key=lambda found: float(found.memory.total.max()))
     largest, size = max(fullest(least.memory).items(), key=lambda part: part[1])
     other = f"parallel.kind={least.kind}" if least.kind != result.kind else ""
     where = f" with {other}" if other else ""

@@ -94,8 +94,11 @@ def test_the_report_says_what_it_saves(capsys: pytest.CaptureFixture[str], words
     gain = 1 - found["predicted_step_seconds_with"] / found["predicted_step_seconds_without"]
     said = "pays" if gain > 0.001 else "does not pay" if gain < -0.001 else "makes no difference"
     assert f"Disaggregation {said}" in out
-    assert f"max/mean {found['max_over_mean_time_without']:.3f} without" in out
-    assert f"{found['max_over_mean_time_with']:.3f} with" in out
+    assert (f"max/mean of attention {found['max_over_mean_time_without']:.3f} without, "
+            f"{found['max_over_mean_time_with']:.3f} with; of all work {found['max_over_mean_work_without']:.3f}, "
+            f"{found['max_over_mean_work_with']:.3f}") in out
+    busy = [rank["attention_seconds"] + rank["linear_seconds"] for rank in found["ranks"]]
+    assert found["max_over_mean_work_with"] == pytest.approx(max(busy) / np.mean(busy))
     # Level attention alone is no gain where ownership had levelled attention together with all else.
     out = answer(capsys, *words, "cad.pool=csbp", "parallel.nproc=3", "parallel.csbp=3", "objective.block_size=2048")[1]
     assert "within a sequence axis" in out and "Disaggregation " in out and "changes nothing" not in out
