@@ -112,7 +112,7 @@ def _limits(plan: PackPlan, kind: LayerKind, sizes: StepBytes, settings: CadSett
         hidden = int(target * FEMTO * bytes_per_second)
         for limit, base in zip(most[:2], _base_bytes(plan, kind, sizes), strict=True):
             np.minimum(limit, np.maximum(hidden - base, 0), out=limit)
-    return Limits(*most)
+    return Limits(np.array(most))
 
 
 def _slowest(plan: PackPlan, kind: LayerKind, sizes: StepBytes, load: np.ndarray, moved: MovedBytes | None,

@@ -14,6 +14,8 @@ from csbp.plan.resident import Resident
 from csbp.plan.tasks import TILE, Moves, Pieces
 from csbp.plan.work import StepBytes, task_times
 
+SHORT = 16 * TILE  # keys of which it makes no sense to take a part, unless it is the last to fit
+
 
 class Items(NamedTuple):
     """[C] what could move from a giver to a taker: piece, keys, pairs, time that it takes there, time that it saves at
@@ -82,7 +84,8 @@ class Remains:
         items = Items(piece, low, high, self._pairs[piece], time, time.copy(), missing)
         query, keys = self._query[piece], self._keys(items, amount)
         score = time / (query + keys)
-        dear = np.flatnonzero(2 * keys > query)  # where keys are few, nothing is better than all that is left
+        # Where keys are few, nothing is better than all that is left.
+        dear = np.flatnonzero((2 * keys > query) & (high - low > SHORT))
         if len(dear):
             cut, end = self._fronts(taker, items.at(dear), score[dear], amount)
             part, cut = self._parts(taker, piece[dear[cut]], low[dear[cut]], end), dear[cut]

@@ -36,6 +36,7 @@ class Resident:
         self._runs: dict[int, Runs] = {}
         self._edges = np.linspace(0, clean, CHUNKS + 1).astype(np.int64)
         self._before = self._all_before(plan.world)
+        self._changed: set[int] = set()  # ranks of which that is out of date
 
     def of(self, rank: int) -> Runs:
         """The rows on a rank."""
@@ -57,10 +58,13 @@ class Resident:
         """From now on these rows are on a rank too."""
         here = self.of(rank)
         self._runs[rank] = union(np.append(here.start, start), np.append(here.end, end))
-        self._before[rank] = self._runs[rank].below(self._edges)
+        self._changed.add(rank)
 
     def guess(self, ranks: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
         """int64 [ranks, ranges], about how many rows of each range are not on each rank."""
+        for rank in self._changed:
+            self._before[rank] = self._runs[rank].below(self._edges)
+        self._changed.clear()
         return high - low - (self._below(ranks, high) - self._below(ranks, low))
 
     def _below(self, ranks: np.ndarray, row: np.ndarray) -> np.ndarray:

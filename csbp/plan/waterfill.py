@@ -24,23 +24,20 @@ CRUMB = 1024  # a rank with less room than this part of the mean, or than a quar
 
 
 class Limits(NamedTuple):
-    """Most bytes that moves may add to each rank; int64 [N] each."""
+    """Most bytes that moves may add to each rank: int64 [3, N], sent, received and buffered."""
 
-    sent: np.ndarray
-    received: np.ndarray
-    buffered: np.ndarray
+    most: np.ndarray
 
     def hold(self, moved: MovedBytes) -> bool:
         """Whether no rank is above one."""
-        return bool((moved.sent <= self.sent).all() and (moved.received <= self.received).all()
-                    and (moved.buffered <= self.buffered).all())
+        return bool((moved.all <= self.most).all())
 
     def shut(self, moved: MovedBytes, rank: int) -> bool:
         """Whether a rank has no room for a piece, given or taken."""
         sizes = moved.sizes
-        most = TILE * max(sizes.lent, sizes.returned)
-        return bool(min(self.sent[rank] - moved.sent[rank], self.received[rank] - moved.received[rank]) < most
-                    or self.buffered[rank] - moved.buffered[rank] < TILE * sizes.buffered_query)
+        each = max(sizes.lent, sizes.returned)
+        return bool((self.most[:, rank] - moved.all[:, rank] < (TILE * each, TILE * each,
+                                                                TILE * sizes.buffered_query)).any())
 
 
 class Levels:

@@ -116,11 +116,13 @@ class MovedBytes:
     Attributes:
         sent, received: in a step.
         buffered: all that one pass sends and receives, in the pass of more.
+        all: the three, [3, N].
     """
 
     def __init__(self, world: int, sizes: StepBytes) -> None:
         self.sizes = sizes
-        self.sent, self.received, self.buffered = (np.zeros(world, np.int64) for _ in range(3))
+        self.all = np.zeros((3, world), np.int64)
+        self.sent, self.received, self.buffered = self.all
 
     def add(self, owner: int, server: int, queries: int, key_owners: np.ndarray, keys: np.ndarray) -> None:
         """Count query rows of an owner that go to a server, and clean rows that go there from their owners."""
