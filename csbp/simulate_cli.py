@@ -52,7 +52,7 @@ def run_simulate(words: Sequence[str], *, json_only: bool = False) -> int:
     asked = compose_flat("simulate", SimulateConfig, [word for word in words if _key(word) in _OWN])
     check_bounds(asked)
     rest = [word for word in words if _key(word) not in _OWN]
-    config = compose_run(["cad.pool=dp", *rest, "cad.enabled=true"])
+    config = compose_run(["cad.pool=dp", "cad.enabled=true", *rest])
     check_bounds(config)
     _check(config)
     validate_plan(config)
@@ -80,6 +80,8 @@ def _check(config: RunConfig) -> None:
     parallel = config.parallel
     if parallel.kind != "csbp":
         raise ConfigError("parallel.kind", parallel.kind, "others are compared with csbp anyway; leave it out")
+    if not config.cad.enabled:
+        raise ConfigError("cad.enabled", False, "csbp is shown with and without it anyway; leave it out")
     ranks = parallel.nproc // parallel.tp
     if ranks > MAX_AXIS:
         raise ConfigError("parallel.nproc", parallel.nproc, f"too many to simulate; at most {MAX_AXIS * parallel.tp:,}")
@@ -124,8 +126,15 @@ def _packs(documents: str, config: RunConfig, count: int) -> Iterator[list[int]]
 
 
 def cut(lengths: np.ndarray, data: DataConfig) -> np.ndarray:
-    """Documents as training cuts them."""
+    """Documents as training cuts them.
+
+    Raises:
+        ConfigError: one is too long, and ``data.long_documents`` is "error".
+    """
     limit = min(data.document_tokens or data.seq_len, data.seq_len)
+    if data.long_documents == "error" and lengths.max() > limit:
+        raise ConfigError("data.long_documents", "error", f"there are documents of {lengths.max():,} tokens, and "
+                          f"{limit:,} are allowed; use split or truncate")
     if data.long_documents != "split":
         return np.minimum(lengths, limit)
     pieces = -(-lengths // limit)

@@ -173,17 +173,31 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     ([*SMALL, "parallel.kind=context"], "parallel.kind='context': others are compared"),
     ([*SMALL, "parallel.csbp=3"], "parallel.csbp=3: must divide"), ([*SMALL, "cad.profile=h20"], "did you mean h200?"),
     ([*SMALL, "parallel.csbp=2", "data.seq_len=4"], "more ranks than blocks"), (["steps=2"], "experiment: say which"),
-    ([*SMALL, "stepss=2"], "stepss")])
+    ([*SMALL, "stepss=2"], "stepss"),
+    ([*SMALL, "cad.enabled=false"], "cad.enabled=False: csbp is shown with and without"),
+    ([*SMALL, "data.long_documents=error", "seed=3"], "data.long_documents='error': there are documents of")])
 def test_refusals(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     code, out, err = answer(capsys, *words)
     assert code == 2 and said in err and not out, err
 
 
+def test_other_objectives_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["experiment=tiny_ar", "plan.device=cpu"], ["experiment=quickstart", "parallel.tp=2"]):
+        code, out, err = answer(capsys, *[word for word in SMALL if word[:4] != words[0][:4]], "steps=1", *words,
+                                "--json")
+        assert code == 0, err
+        found = json.loads(out)
+        assert found["profile"] == found["device"] == ("cpu" if "plan.device=cpu" in words else "h200")
+        assert found["replicas"] == 4 // found["tp"] and found["ways"]["data"]["bytes_received_max"] == 0
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("documents", ["pretrain", "prolong"])
-def test_512_ranks(capsys: pytest.CaptureFixture[str], documents: str) -> None:
-    code, out, err = answer(capsys, "experiment=nemotron_8b_sft", "parallel.nproc=512", "parallel.csbp=8",
-                            "data.seq_len=131072", "steps=2", f"documents={documents}", "cad.max_buffer_mib=null",
+@pytest.mark.parametrize(("documents", "ranks", "tokens"), [("pretrain", 8, 1 << 17), ("prolong", 16, 1 << 18)])
+def test_512_ranks(capsys: pytest.CaptureFixture[str], documents: str, ranks: int, tokens: int) -> None:
+    code, out, err = answer(capsys, "experiment=nemotron_8b_sft", "parallel.nproc=512", f"parallel.csbp={ranks}",
+                            f"data.seq_len={tokens}", "steps=2", f"documents={documents}", "cad.max_buffer_mib=null",
                             "--json")
+    assert code == 0, err
     found = json.loads(out)
-    assert code == 0 and found["speedup_over_context"] >= 1.2 and found["speedup_over_data"] >= 1.2, err
+    assert found["speedup_over_context"] >= 1.2 and found["speedup_over_data"] >= 1.2
+    assert found["ways"]["csbp+cad"]["fits"] and found["speedup_over_csbp"] > 1.1
