@@ -13,7 +13,7 @@ from csbp.plan.cad import Cad
 from csbp.plan.cost import FEMTO
 from csbp.plan.counts import PlanCounts
 from csbp.plan.estimate import Device
-from csbp.plan.pieces import find_pieces, own_work
+from csbp.plan.pieces import own_work
 from csbp.plan.plan import PackPlan
 from csbp.plan.seconds import Pace, Passes
 from csbp.plan.work import home_times, layer_rates, task_times
@@ -24,7 +24,7 @@ def attention_passes(plan: PackPlan, cad: Cad) -> dict[str, Passes]:
     found = {}
     for part in cad.shape.attention:
         kind, moves = part.kind, (plan.moves or {}).get(part.kind.name)
-        pieces, cost = find_pieces(plan, kind), cad.cost.for_heads(part.head_dim)
+        pieces, cost = plan.pieces[kind.name], cad.cost.for_heads(part.head_dim)
         found[kind.name] = Passes(*(FEMTO * home_times(plan, kind, pieces, rates.times(part.heads), moves)
                                     for rates in (cost.forward, cost.backward)))
     return found
@@ -48,7 +48,7 @@ def kept_seconds(plan: PackPlan, cad: Cad) -> dict[str, np.ndarray]:
         rates = layer_rates(cad.cost, part, cad.forwards)
         times = rates.of(*own_work(plan, part.kind))
         if not cad.settings.ship_queries:
-            pieces = find_pieces(plan, part.kind)
+            pieces = plan.pieces[part.kind.name]
             index = np.flatnonzero(pieces.noised)
             np.add.at(times, pieces.owner[index],
                       task_times(pieces, rates, index, pieces.low[index], pieces.high[index]))
