@@ -88,7 +88,7 @@ def show(result: PlanResult, console: Console | None = None) -> None:
     out.print(_rank_table(result))
     out.print("\n  memory of the fullest rank: " + ", ".join(
         f"{name} {bytes_text(value)}" for name, value in fullest(chosen.memory).items()))
-    out.print(f"  balance: attended pairs max/mean {max_over_mean_pairs(shape, chosen.counts):.3f}, work max/lower bound "
+    out.print(f"  balance: pairs max/mean {max_over_mean_pairs(shape, chosen.counts):.3f}, work max/lower bound "
               f"{float(chosen.counts.cost.max()) / max(chosen.counts.bound, 1):.3f}")
     out.print(f"  bytes into a rank: {bytes_text(float(result.received(chosen).mean()))} mean, "
               f"{bytes_text(float(result.received(chosen).max()))} most; by the published all-gather formula "
