@@ -17,6 +17,8 @@ from csbp.plan.geometry import Geometry, LayerKind
 from csbp.plan.ownership import Ownership
 from csbp.plan.pieces import find_pieces
 from csbp.plan.plan import PackPlan
+from csbp.plan.remains import Items, Remains
+from csbp.plan.resident import Resident
 from csbp.plan.tasks import Moves, Pieces
 from csbp.plan.work import MovedBytes, home_times
 
@@ -189,12 +191,47 @@ def test_tolerance_saves_what_travels():
     assert lent == sorted(lent, reverse=True) and most == sorted(most) and lent[0] > lent[-1]
 
 
-def test_too_little_gain_moves_nothing():
+@pytest.mark.parametrize("tolerance", [0.0, 0.3])
+def test_too_little_gain_moves_nothing(tolerance):
     geometry = packed([9000, 300, 5000, 1200, 2500], 64)
-    before, after, _ = moved(geometry, 8, head_tail(geometry, 8))
+    owners, options = head_tail(geometry, 8), replace(LEVEL, tolerance=tolerance)
+    before, after, _ = moved(geometry, 8, owners, options=options)
     gain = 1 - after.max() / before.max()
-    assert len(moved(geometry, 8, head_tail(geometry, 8), options=replace(LEVEL, min_gain=gain - 0.01))[2])
-    assert not len(moved(geometry, 8, head_tail(geometry, 8), options=replace(LEVEL, min_gain=gain + 0.01))[2])
+    assert len(moved(geometry, 8, owners, options=replace(options, min_gain=gain - 0.01))[2])
+    assert not len(moved(geometry, 8, owners, options=replace(options, min_gain=gain + 0.01))[2])
+
+
+def test_a_server_keeps_one_task_of_a_piece():
+    """Whoever has a part of a piece may take what lies beside it, not what lies beyond another's."""
+    plan = PackPlan(packed([4096], 64), (FULL,), 4, owners=on_one_rank(packed([4096], 64)))
+    pieces = find_pieces(plan, FULL)
+    remains = Remains(pieces, np.ones(len(pieces), bool), PAIRS, SIZES, Resident(plan, "full"), 4)
+    piece = len(pieces) - 1  # noised rows that see [0, 3968) at least
+
+    def take(taker: int, low: int, high: int) -> None:
+        key = [np.array([x]) for x in (piece, low, high)]
+        pairs = pieces.pairs_within(*key)
+        remains.take(taker, Items(*key, pairs, pairs, pairs, np.zeros(1, np.int64)))
+
+    def cuts(taker: int) -> set[tuple[bool, bool]]:
+        """Whether what the taker could take begins where the rest does, and ends where it does."""
+        moves, found = remains.moves(), set()
+        for need in (20_000, 10**9):
+            items = remains.last(taker, np.array([piece]), need, need)
+            found |= {(bool(low == moves.home_low[piece]), bool(high == moves.home_high[piece]))
+                      for low, high in zip(items.low, items.high, strict=True)}
+        return found
+
+    take(1, 0, 1024)
+    take(2, 1024, 1280)
+    assert piece not in remains.candidates(0, 1) and {piece} <= {*remains.candidates(0, 2), *remains.candidates(0, 3)}
+    take(3, 3840, int(pieces.high[piece]))
+    assert (True, False) in cuts(2) and (False, True) not in cuts(2)
+    assert (False, True) in cuts(3) and (True, False) not in cuts(3)
+    take(3, 1280, 3840)
+    moves = remains.moves()
+    assert moves.home_low[piece] == moves.home_high[piece] and len(moves) == 3
+    check_form(plan, pieces, moves)
 
 
 def test_noised_rows_stay_where_they_may_not_move():
