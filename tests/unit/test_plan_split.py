@@ -74,4 +74,4 @@ def test_a_tp_axis_that_does_not_divide(words: list[str], said: str) -> None:
 def test_the_report_names_the_axis(capsys: pytest.CaptureFixture[str]) -> None:
     run_plan([*WORDS, "parallel.tp=2"])
     text = capsys.readouterr().out
-    assert "1 x 4 x 2 ranks" in text and "of the tp axis" in text
+    assert "dp=1 x csbp=4 x tp=2" in text and "of the tp axis" in text
