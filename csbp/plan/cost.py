@@ -26,9 +26,6 @@ class Work:
     segments: np.ndarray
     pairs: np.ndarray
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.tiles + other.tiles, self.segments + other.segments, self.pairs + other.pairs)
-
 
 @dataclass(frozen=True)
 class PassCost:
@@ -76,16 +73,6 @@ class CostModel:
         pairs = ((self.forward.tile, self.backward.tile), (self.forward.segment, self.backward.segment),
                  (self.forward.pair, self.backward.pair))
         return PassCost(*(forwards * forward + backward for forward, backward in pairs))
-
-    def seconds(self, work: Work, heads: int, *, forwards: int = 1, launches: int = 1) -> np.ndarray:
-        """float64, like ``work``: one training step of one layer.
-
-        Args:
-            heads: query heads of a rank.
-            launches: kernels that share the work.
-        """
-        once = self.passes(forwards).of(work.tiles, work.segments, work.pairs)
-        return FEMTO * (heads * np.asarray(once, np.float64) + launches * self.launch)
 
 
 def key_tiles(low: np.ndarray, high: np.ndarray) -> np.ndarray:

@@ -99,6 +99,10 @@ def test_whole_documents_go_to_the_rank_with_least_to_do() -> None:
     assert np.sort(data.seconds.linear)[-1] == data.seconds.linear.max() > 5 * np.sort(data.seconds.linear)[-2]
     even = step([[1024] * 4] * 4)["data"]  # two each
     assert even.imbalance == pytest.approx(1) and even.idle == pytest.approx(0, abs=1e-9)
+    # Short documents have next to no attention, but rows.
+    slow = dataclasses.replace(DEVICES["h200"], linear=1e12)
+    mixed = step([[2048] * 2, [2048] * 2, [256] * 24, [256] * 24], device=slow)
+    assert mixed["data"].idle < 0.05 and mixed["data"].imbalance > 1.2
 
 
 def test_a_pool_of_a_replica_balances_only_that() -> None:
