@@ -19,9 +19,8 @@ from csbp.plan.waterfill import Levels, Limits
 from csbp.plan.work import MovedBytes, StepBytes, home_times
 
 _NO_LIMIT = 1 << 60
-_TRIES = 3  # with different times for transfers
-_STAGES = 4  # of a try after the first
-_NEAR = 4  # bounds that are apart by less than this part are not brought nearer
+_STAGES = (1, 4, 16)  # of each try, see Levels.fill
+_NEAR = 8  # bounds that are apart by less than this part are not brought nearer
 
 
 @dataclass(frozen=True)
@@ -69,15 +68,16 @@ def disaggregate(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCos
     ceiling = mean + int(mean * settings.tolerance)
     if plan.world == 1 or int(start.max()) <= ceiling:
         return best
-    enough = least - int(least * settings.min_gain)
+    before, enough = least, least - int(least * settings.min_gain)
     # Moves lower neither the mean nor what travels anyway.
     if max(mean, _slowest(plan, kind, sizes, np.zeros_like(start), None, bytes_per_second)) > enough:
         return best
     movable = np.ones(len(pieces), bool) if settings.ship_queries else ~pieces.noised
     shortest, longest = mean, least  # how long a layer takes, between which the best lies
-    for number in range(_TRIES):
+    for number in range(len(_STAGES)):
         # The first try moves least; where limits forbid to be level, the others share out what they leave.
-        target, stages = (shortest + longest) // 2 if number else mean, _STAGES if number else 1
+        target = (shortest + longest) // 2 if number else mean
+        stages = _STAGES[number if bytes_per_second is None else min(number, 1)]
         remains = Remains(pieces, movable, rates, sizes, Resident(plan, kind.name), plan.world)
         levels = Levels(start, remains, MovedBytes(plan.world, sizes),
                         _limits(plan, kind, sizes, settings, target, bytes_per_second))
@@ -85,7 +85,8 @@ def disaggregate(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCos
         slowest = _slowest(plan, kind, sizes, levels.load, levels.moved, bytes_per_second)
         if slowest < least and slowest <= enough:
             best, least = remains.moves(), slowest
-        if not levels.limited or int(levels.load.max()) <= ceiling or number and bytes_per_second is None:
+        shared = number > 0 and bytes_per_second is None and 10 * least < 9 * before
+        if shared or not levels.limited or int(levels.load.max()) <= ceiling:
             break
         if slowest > target + int(target * settings.tolerance):
             shortest, longest = target, min(longest, slowest)

@@ -74,7 +74,7 @@ def check(seed: int, tile: int) -> None:
     np.testing.assert_array_equal(own_work(plan, case.kind)[2], own_pairs)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**9), st.sampled_from([1, 7, 16, 128]))
 def test_pieces_are_the_rule_row_by_row(seed: int, tile: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -84,7 +84,7 @@ def test_pieces_are_the_rule_row_by_row(seed: int, tile: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.integers(0, 10**9), st.sampled_from([1, 7, 16, 128]))
 def test_pieces_at_length(seed: int, tile: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
