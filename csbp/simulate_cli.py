@@ -94,13 +94,12 @@ def _device(device: Device, asked: SimulateConfig) -> Device:
 
 
 def _cluster(config: RunConfig, result: PlanResult, device: Device) -> Cluster:
-    replicas, ranks, tp = axis_sizes(config.parallel)
+    replicas, ranks, _ = axis_sizes(config.parallel)
     pooled = config.cad.pool == "dp"
     cad = cad_of(config, result.case.shape, result.device_name)
     assert cad is not None
-    pool = ranks * tp * (replicas if pooled else 1)
-    cad = dataclasses.replace(cad, bytes_per_second=device.near_link if pool <= device.node else device.far_link)
-    return Cluster(replicas, ranks, device, result.settings, cad, pooled, config.parallel.exchange)
+    return Cluster(replicas, ranks, device, result.settings, dataclasses.replace(cad, device=device), pooled,
+                   config.parallel.exchange)
 
 
 def _packs(documents: str, config: RunConfig, count: int) -> Iterator[list[int]]:

@@ -141,7 +141,8 @@ def step_on_ranks(packs: Sequence[PackedBatch], how: Noising, csbp: int | None =
     sizes = model_shape(adapter.export_config(model, {}), how.objective.clean_stream)
     moving = cad_of(run, sizes, "cpu")
     if moving is not None:
-        moving = replace(moving, bytes_per_second=1e18, itemsize=8, gradient_itemsize=8)
+        moving = replace(moving, device=replace(moving.device, near_link=1e18, far_link=1e18), itemsize=8,
+                         gradient_itemsize=8)
     runner = StepRunner(model, adapter, runtime, "reference", sizes if moving else None, cad=moving,
                         overlap=run.cad.overlap != "none")
     works = runner.prepare(packs, how, step=0)

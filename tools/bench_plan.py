@@ -79,7 +79,8 @@ def measure(geometry: Geometry, kinds: tuple[LayerKind, ...], world: int, repeat
 def moves_of(kinds: tuple[LayerKind, ...]) -> Cad:
     """What decides about moves, for layers of 32 query and 8 key heads of size 128 in bfloat16."""
     shape = ModelShape(tuple(AttentionLayers(kind, 16, 32, 8, 128) for kind in kinds), 4096, 14336, 131072, False)
-    return Cad(CadSettings(), load_profile("h200", "profile"), shape, 2, 2, 1, DEVICES["h200"].far_link)
+    return Cad(CadSettings(), load_profile("h200", "profile"), shape, 2, 2, 1, DEVICES["h200"],
+               row_seconds=3 * shape.row_flops / DEVICES["h200"].linear)
 
 
 def fullest(plan: PackPlan, cad: Cad, *, moved: bool) -> float:

@@ -17,6 +17,7 @@ from csbp.bench.records import GIB, Report, check_out, slow_link
 from csbp.comm.transport import Counting
 from csbp.config.bench import BenchStepConfig
 from csbp.config.cad import pooled
+from csbp.config.mesh import axis_sizes
 from csbp.config.schema import ParallelConfig, RunConfig
 from csbp.data.batch import PackedBatch
 from csbp.errors import met_by_all
@@ -26,16 +27,18 @@ from csbp.observe.accounting import utilisation
 from csbp.parallel.runtime import Runtime, start_runtime
 from csbp.plan.estimate import DEVICES
 from csbp.plan.forecast import whole_pack
-from csbp.plan.lengths import document_lengths
+from csbp.plan.lengths import document_lengths, packs_of
 from csbp.plan.limits import check_ranks, check_size, check_split, check_windows
 from csbp.plan.shapes import model_shape
+from csbp.plan_cli import plan_result
 from csbp.train.ready import build_on_meta
 from csbp.train.session import build_model, heed_determinism, make_ready
 from csbp.train.step import Noising, StepResult
 
-COLUMNS = {"step_ms": "step ms", "step_iqr_ms": "IQR ms", "tokens_per_second": "clean tok/s",
-           "useful_tflops": "TFLOP/s/GPU", "mfu": "MFU", "ratio_to_first": "/ first", "peak_gib": "peak GiB",
-           "wire_gib": "wire GiB", "exposed_comm_ms": "exposed ms", "exposed_comm_fraction": "exposed"}
+COLUMNS = {"step_ms": "step ms", "step_iqr_ms": "IQR ms", "predicted_step_ms": "predicted",
+           "tokens_per_second": "clean tok/s", "useful_tflops": "TFLOP/s/GPU", "mfu": "MFU",
+           "ratio_to_first": "/ first", "peak_gib": "peak GiB", "wire_gib": "wire GiB", "exposed_comm_ms": "exposed ms",
+           "exposed_comm_fraction": "exposed"}
 
 
 def run_step(words: Sequence[str], *, json_only: bool = False, out: str = "") -> int:
@@ -122,6 +125,7 @@ def measure_case(case: StepCase, meshes: dict[tuple[ParallelConfig, bool], Runti
             "offload": parallel.offload, "compile": parallel.compile, "dtype": config.train.dtype,
             "tokens": sum(lengths), "documents": len(lengths), "packs_per_step": config.train.packs_per_step,
             "block_size": config.objective.block_size, **found[variant],
+            "predicted_step_ms": predicted_ms(config) if runtime.main and runtime.device.type == "cuda" else None,
             "ratio_to_first": speed / first if speed and first else None,
             "ratio_to_flex_full": speed / plain if speed and plain else None})
 
@@ -179,16 +183,28 @@ def measure_variant(runtime: Runtime, bench: BenchStepConfig, config: RunConfig)
 
 
 def synthetic_packs(config: RunConfig, vocabulary: int, step: int) -> list[PackedBatch]:
-    """The packs of a step: the documents of data.document_lengths, or one of data.seq_len, in random tokens below
-    ``vocabulary``, all supervised."""
-    lengths = document_lengths(config.data)
-    edges = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    """The packs of a step: the documents of data.document_lengths, pack after pack, or one of data.seq_len each, in
+    random tokens below ``vocabulary``, all supervised."""
     found = []
-    for index in range(config.train.packs_per_step):
-        first = (step * config.train.packs_per_step + index) * len(lengths)
+    lengths = packs_of(config.data, config.train.packs_per_step)
+    first = step * sum(map(len, lengths))
+    for pack in lengths:
+        edges = np.concatenate([[0], np.cumsum(pack)]).astype(np.int64)
         tokens = np.random.default_rng([config.seed, first]).integers(0, vocabulary, edges[-1])
-        found.append(PackedBatch(tokens, edges, np.ones(len(tokens), bool), first + np.arange(len(lengths))))
+        found.append(PackedBatch(tokens, edges, np.ones(len(tokens), bool), first + np.arange(len(pack))))
+        first += len(pack)
     return found
+
+
+def predicted_ms(config: RunConfig) -> float:
+    """What ``csbp plan`` says of the step that is measured. Packs that differ between replicas are planned together
+    for that, as they are with ``cad.pool=dp``."""
+    parallel, cad = config.parallel, config.cad
+    apart = not cad.enabled and axis_sizes(parallel)[0] > 1 and parallel.kind in ("csbp", "data")
+    if apart and parallel.exchange == "exact":
+        config = replace(config, cad=replace(cad, enabled=True, pool="dp"))
+    result = plan_result(config)
+    return 1e3 * result.step_seconds(result.levelled.without if apart and result.levelled else result.chosen)
 
 
 def _free(runtime: Runtime) -> None:

@@ -141,7 +141,7 @@ class CadConfig:
     pool: str = option("csbp", "ranks that do so: those of a sequence axis, or with dp those of all data-parallel "
                        "replicas together, whose packs are then planned as one", choices=("csbp", "dp"))
     tolerance: float = option(0.02, "a rank may keep this part of the mean attention time above it", low=0.0, high=1.0)
-    min_gain: float = option(0.01, "nothing moves that does not save this part of the slowest rank's attention time",
+    min_gain: float = option(0.01, "nothing moves that does not save this part of the predicted step",
                              low=0.0, high=1.0)
     ship_queries: bool = option(True, "noised queries may move too; false: only clean ones, so that nothing of the "
                                 "noised stream ever travels")
@@ -151,7 +151,7 @@ class CadConfig:
                           "csbp bench profile")
     max_send_mib: int | None = option(None, "most that moves may make a rank send in one layer of a step", low=0)
     max_receive_mib: int | None = option(None, "the same, received", low=0)
-    max_buffer_mib: int | None = option(1024, "most of that which one pass over a layer may hold", low=0)
+    max_buffer_mib: int | None = option(8192, "most of that which one pass over a layer may hold", low=0)
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def _why(levelled: Levelled, name: str) -> str:
         return (f"the fullest rank has {home.over_mean - 1:.2%} more than the mean, within "
                 f"cad.tolerance={settings.tolerance}")
     if missed > 0:
-        return (f"that would save {missed:.2%} of the fullest rank's attention, below cad.min_gain={settings.min_gain} "
+        return (f"that would save {missed:.2%} of the slowest rank's time, below cad.min_gain={settings.min_gain} "
                 f"(max/mean is {home.over_mean:.3f})")
     return (f"no move makes the slowest rank faster within what may travel (max/mean is {home.over_mean:.3f}, "
             f"max/lower bound {home.over_bound:.3f})")

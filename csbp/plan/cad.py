@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from csbp.config.mesh import axis_sizes
 from csbp.config.schema import RunConfig
-from csbp.plan.cost import CostModel
+from csbp.plan.cost import FEMTO, CostModel
+from csbp.plan.counts import kind_counts, row_counts
 from csbp.plan.disaggregate import CadSettings, disaggregate
-from csbp.plan.estimate import DEVICES
+from csbp.plan.estimate import DEVICES, Device
 from csbp.plan.plan import PackPlan
+from csbp.plan.priced import attention_passes, row_pace
 from csbp.plan.profiles import load_profile
-from csbp.plan.shapes import ModelShape
+from csbp.plan.seconds import exposed_seconds
+from csbp.plan.shapes import AttentionLayers, ModelShape
 from csbp.plan.split import split_shape
+from csbp.plan.tasks import Moves
 from csbp.plan.work import StepBytes, layer_rates
 
 
@@ -26,7 +32,8 @@ class Cad:
         shape: of the model, one rank's heads.
         itemsize, gradient_itemsize: bytes of a number that travels, and of one of a gradient's.
         forwards: how often a layer's forward runs, 2 with full checkpointing.
-        bytes_per_second: that a rank sends and receives.
+        device: what ranks compute on, for its links. tp: ranks that share the heads of the same rows.
+        row_seconds: of one row in all that is no attention, over all layers of a step.
     """
 
     settings: CadSettings
@@ -35,21 +42,44 @@ class Cad:
     itemsize: int
     gradient_itemsize: int
     forwards: int
-    bytes_per_second: float
+    device: Device
+    tp: int = 1
+    row_seconds: float = 0.0
 
     def moved(self, plan: PackPlan) -> PackPlan:
-        """The plan with the moves of every layer kind."""
+        """The plan with what moves in every layer kind: by attention alone or by all that a rank computes, whichever
+        has the shorter step by prediction; unchanged where neither saves ``min_gain`` of it."""
         if plan.world == 1:
             return plan
-        parts = {part.kind.name: part for part in self.shape.attention}
-        moves = {}
-        for kind in plan.kinds:
-            part = parts[kind.name]
-            moves[kind.name] = disaggregate(
-                plan, kind, plan.pieces[kind.name], layer_rates(self.cost, part, self.forwards),
-                StepBytes.of(part, self.itemsize, self.gradient_itemsize, self.forwards), self.settings,
-                bytes_per_second=self.bytes_per_second)
-        return plan.with_moves(moves)
+        best, least = plan, self.step_seconds(plan) * (1 - self.settings.min_gain)
+        for together in (False, True):
+            tried = plan.with_moves({part.kind.name: self._moves(plan, part, together)
+                                     for part in self.shape.attention if part.kind in plan.kinds})
+            if tried.served and (found := self.step_seconds(tried)) < least:
+                best, least = tried, found
+        return best
+
+    def step_seconds(self, plan: PackPlan) -> float:
+        """Of the slowest rank: all layers of a step, without the head."""
+        rows, times, pace = row_counts(plan), attention_passes(plan, self), row_pace(plan, self.device, self.tp)
+        total = rows * self.row_seconds
+        for part in self.shape.attention:
+            name = part.kind.name
+            if part.kind in plan.kinds:
+                once, again = exposed_seconds(part, rows, kind_counts(plan, part.kind), times[name], pace[name],
+                                              self.itemsize, self.gradient_itemsize)
+                total = total + part.count * (self.forwards * (times[name].forward + once)
+                                              + times[name].backward + again)
+        return float(total.max())
+
+    def _moves(self, plan: PackPlan, part: AttentionLayers, together: bool) -> Moves:
+        near = plan.world * self.tp <= self.device.node
+        beside = np.rint(row_counts(plan) * (self.row_seconds / self.shape.layers / FEMTO)).astype(np.int64)
+        return disaggregate(
+            plan, part.kind, plan.pieces[part.kind.name], layer_rates(self.cost, part, self.forwards),
+            StepBytes.of(part, self.itemsize, self.gradient_itemsize, self.forwards),
+            replace(self.settings, min_gain=0.0), beside=beside if together else None,
+            bytes_per_second=self.device.near_link if near else self.device.far_link)
 
 
 def cad_of(config: RunConfig, shape: ModelShape, device: str) -> Cad | None:
@@ -65,11 +95,11 @@ def cad_of(config: RunConfig, shape: ModelShape, device: str) -> Cad | None:
     cad, parallel = config.cad, config.parallel
     if not cad.enabled:
         return None
-    replicas, ranks, tp = axis_sizes(parallel)
-    pool = ranks * (replicas if cad.pool == "dp" else 1) * tp
-    speeds, item = DEVICES[device], 2 if config.train.dtype == "bfloat16" else 4
+    (_, _, tp), speeds = axis_sizes(parallel), DEVICES[device]
+    item, own = 2 if config.train.dtype == "bfloat16" else 4, split_shape(shape, tp)
     cost = load_profile(device if cad.profile == "auto" else cad.profile, "cad.profile")
     most = [None if mib is None else mib << 20 for mib in (cad.max_send_mib, cad.max_receive_mib, cad.max_buffer_mib)]
-    return Cad(CadSettings(cad.tolerance, cad.min_gain, cad.ship_queries, *most), cost, split_shape(shape, tp), item,
-               4 if parallel.gradient_wire == "float32" else item, 1 + (parallel.checkpointing == "full"),
-               speeds.near_link if pool <= speeds.node else speeds.far_link)
+    runs = 3 + (parallel.checkpointing != "none")  # of a matrix product in a step: forwards, and a backward of two
+    return Cad(CadSettings(cad.tolerance, cad.min_gain, cad.ship_queries, *most), cost, own, item,
+               4 if parallel.gradient_wire == "float32" else item, 1 + (parallel.checkpointing == "full"), speeds, tp,
+               own.row_flops * runs / speeds.linear)

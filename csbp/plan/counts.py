@@ -70,18 +70,28 @@ def count_plan(plan: PackPlan) -> PlanCounts:
     np.add.at(noised, parts.owner, parts.end - parts.start)
     np.add.at(blocks, parts.owner, parts.start == geometry.block_starts[parts.unit])
     clean += [int(runs.before[-1]) for runs in holding.clean_runs]
-    kinds = {}
-    for kind in plan.kinds:
-        matrix, served, pairs = plan.traffic[kind.name], plan.served.get(kind.name), _pairs(plan, kind)
-        moved = np.zeros_like(matrix) if served is None else served.matrix
-        kinds[kind.name] = KindCounts(pairs if served is None else pairs + served.balance(),
-                                      matrix.sum(0), matrix.sum(1), moved.sum(0), moved.sum(1))
+    kinds = {kind.name: kind_counts(plan, kind) for kind in plan.kinds}
     per_clean, per_noised = row_costs(plan.kinds, plan.pair_weights)
     cost = clean * per_clean + noised * per_noised
     for kind, weight in zip(plan.kinds, plan.pair_weights, strict=True):
         cost = cost + weight * kinds[kind.name].pairs
     bound = lower_bound(make_units(geometry, plan.kinds, plan.pair_weights).cost, world)
     return PlanCounts(clean, noised, answered, blocks, kinds, cost, bound)
+
+
+def kind_counts(plan: PackPlan, kind: LayerKind) -> KindCounts:
+    """Of one of a plan's kinds."""
+    matrix, served, pairs = plan.traffic[kind.name], plan.served.get(kind.name), _pairs(plan, kind)
+    moved = np.zeros_like(matrix) if served is None else served.matrix
+    return KindCounts(pairs if served is None else pairs + served.balance(), matrix.sum(0), matrix.sum(1),
+                      moved.sum(0), moved.sum(1))
+
+
+def row_counts(plan: PackPlan) -> np.ndarray:
+    """int64 [N], rows of both streams that each rank computes."""
+    rows, blocks = np.array([int(runs.before[-1]) for runs in plan.holding.clean_runs]), plan.holding.blocks
+    np.add.at(rows, blocks.owner, blocks.end - blocks.start)
+    return rows
 
 
 def attended_pairs(geometry: Geometry, kind: LayerKind) -> int:

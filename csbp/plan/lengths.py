@@ -34,7 +34,7 @@ def planned_packs(config: RunConfig) -> list[list[int]]:
     if not pooled(config):
         return [document_lengths(config.data)]
     replicas = axis_sizes(config.parallel)[0]
-    packs = _fill(config.data, min(replicas, config.train.packs_per_step))
+    packs = packs_of(config.data, min(replicas, config.train.packs_per_step))
     return packs + [[]] * (replicas - len(packs))
 
 
@@ -44,11 +44,12 @@ def document_lengths(data: DataConfig) -> list[int]:
     Raises:
         ConfigError: the file cannot be read, a line of it is no length, or there are too many documents to plan.
     """
-    return _fill(data, 1)[0]
+    return packs_of(data, 1)[0]
 
 
-def _fill(data: DataConfig, count: int) -> list[list[int]]:
-    """Packs, one after another. Where there are several, a file that ends is read again from its beginning."""
+def packs_of(data: DataConfig, count: int) -> list[list[int]]:
+    """Tokens of the documents of some packs, one after another, each as ``document_lengths`` has one. Where there are
+    several, a file that ends is read again from its beginning."""
     if not data.document_lengths:
         return [_one_pack(data, iter([data.seq_len]), 0) for _ in range(count)]
     lengths = read_lengths(data.document_lengths)

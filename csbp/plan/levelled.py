@@ -75,7 +75,7 @@ class Levelled:
         before, after: layer kind -> attention of the two; ``ALL`` for all layers together.
         home: the same with the owners of ``after`` and no moves: what sharing documents out leaves.
         added: layer kind -> bytes, beside the same owners without moves; ``ALL``.
-        missed: kinds of which nothing moves -> the part of the fullest rank's time that could have been saved, had
+        missed: kinds of which nothing moves -> the part of the slowest rank's time that could have been saved, had
             ``cad.min_gain`` been 0.
     """
 
@@ -158,15 +158,7 @@ def _added(cad: Cad, after: PlanCounts, before: PlanCounts) -> dict[str, Added]:
 def _missed(home: PackPlan, moved: PackPlan, cad: Cad) -> dict[str, float]:
     """See ``Levelled``."""
     still = [part for part in cad.shape.attention if not len((moved.moves or {}).get(part.kind.name, ()))]
-    if not still or home.world == 1:
+    if len(still) < len(cad.shape.attention) or home.world == 1:
         return {part.kind.name: 0.0 for part in still}
-    kinds = tuple(part.kind for part in still)
-    tried = replace(cad, settings=replace(cad.settings, min_gain=0.0)).moved(
-        replace(home, kinds=kinds, owners=home.ownership, weights=None))
-    found = {}
-    for part in still:
-        one = replace(cad, shape=replace(cad.shape, attention=(part,)))
-        now, then = (cad.forwards * times.forward + times.backward for times in (
-            attention_passes(plan, one)[part.kind.name] for plan in (home, tried)))
-        found[part.kind.name] = 1 - float(then.max() / max(now.max(), 1e-300))
-    return found
+    tried = replace(cad, settings=replace(cad.settings, min_gain=0.0)).moved(home)
+    return {part.kind.name: 1 - cad.step_seconds(tried) / cad.step_seconds(home) for part in still}

@@ -6,10 +6,10 @@ N ranks. Seconds are those of one rank of a tp axis, which has its share of the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from csbp.plan.cad import Cad
 from csbp.plan.cost import FEMTO
 from csbp.plan.counts import PlanCounts
 from csbp.plan.estimate import Device
@@ -17,6 +17,9 @@ from csbp.plan.pieces import own_work
 from csbp.plan.plan import PackPlan
 from csbp.plan.seconds import Pace, Passes
 from csbp.plan.work import home_times, layer_rates, task_times
+
+if TYPE_CHECKING:
+    from csbp.plan.cad import Cad
 
 
 def attention_passes(plan: PackPlan, cad: Cad) -> dict[str, Passes]:

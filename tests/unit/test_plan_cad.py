@@ -115,7 +115,7 @@ def test_without_it_nothing_is_said_of_it(capsys: pytest.CaptureFixture[str], wo
 @pytest.mark.parametrize(("more", "said"), [
     (["data.document_lengths=", "parallel.nproc=4", "parallel.csbp=4", "objective.block_size=1024"],
      "more than the mean, within cad.tolerance=0.02"),
-    (["cad.min_gain=0.9"], "of the fullest rank's attention, below cad.min_gain=0.9 (max/mean is "),
+    (["cad.min_gain=0.9"], "of the slowest rank's time, below cad.min_gain=0.9 (max/mean is "),
     (["cad.max_receive_mib=0"], "no move makes the slowest rank faster within what may travel (max/mean is ")])
 def test_why_nothing_moves(capsys: pytest.CaptureFixture[str], words: list[str], more: list[str], said: str) -> None:
     more = ["cad.pool=csbp", "parallel.nproc=3", "parallel.csbp=3", "objective.block_size=2048", *more]

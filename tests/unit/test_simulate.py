@@ -36,7 +36,7 @@ SMALL = ("experiment=quickstart", "parallel.nproc=8", "parallel.csbp=2", "data.s
 
 def cluster(**changes: Any) -> Cluster:
     device = dataclasses.replace(DEVICES["h200"], node=4, far_link=200e9)
-    cad = Cad(CadSettings(), load_profile("h200"), SHAPE, 2, 2, 1, device.far_link)
+    cad = Cad(CadSettings(), load_profile("h200"), SHAPE, 2, 2, 1, device)
     return dataclasses.replace(Cluster(4, 2, device, Settings(8, "attention", 2), cad, pooled=True), **changes)
 
 
