@@ -18,6 +18,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Workers of ``-n auto``: two for all the default tests; none for chosen ones, and for the slow ones, whose ranks
+    want a small machine to themselves."""
+    chosen = config.args_source is pytest.Config.ArgsSource.ARGS or config.getoption("markexpr") != "not slow and not gpu"
+    return 0 if chosen else 2
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_compilations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Graphs compiled by another version of csbp, kept in the machine's cache, must not be taken for this one's."""

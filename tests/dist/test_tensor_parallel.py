@@ -68,6 +68,7 @@ def test_models_of_other_shapes(ranks, shape, csbp):
     assert_same_grads(shares[0].grads, answer.grads)
 
 
+@pytest.mark.slow
 def test_logits_of_all_rows_and_no_loss_at_all(ranks):
     how = noising(4)
     shares = ranks(4, step_on_ranks, PACKS[:1], how, 2, None, {"tp": 2})
@@ -105,6 +106,7 @@ def step_and_export() -> list[str]:
 EVEN = {"intermediate_size": 48, "vocab_size": 48, "hidden_size": 32}
 
 
+@pytest.mark.slow
 def test_torch_has_nothing_to_warn_of(ranks):
     assert ranks(4, step_and_export) == [[]] * 4
 

@@ -120,6 +120,7 @@ time.sleep(600)"""
     until(lambda: not alive(int((tmp_path / "pid-child").read_text())))
 
 
+@pytest.mark.slow
 def test_of_several_failures_the_killed_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_POLL_SECONDS", 1.0)  # both are gone when the second look is taken
     outcome = supervise([python("raise SystemExit(1)"), python("import os; os.kill(os.getpid(), 9)")])
@@ -221,6 +222,7 @@ def test_of_those_asked_to_stop_the_one_that_could_not_is_named(tmp_path: Path) 
     assert "rank 1 " in outcome.message and "had not left in time" in outcome.message
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_job_at_once(tmp_path: Path) -> None:
     started = launcher(STUBBORN, tmp_path, stderr=subprocess.PIPE)
     ranks = pids(tmp_path, 2)

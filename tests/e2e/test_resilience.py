@@ -33,6 +33,7 @@ def flip(run: Path, step: int) -> None:
     shard.write_bytes(bytes([*shard.read_bytes()[:-1], 77]))
 
 
+@pytest.mark.slow
 def test_a_run_with_nothing_but_damage_is_never_started_anew(ranks: Any, corpus: Path, tmp_path: Path) -> None:
     ranks(1, train_here, tiny_run(corpus, tmp_path, train={"steps": 4}, checkpoint={"every": 2}))
     flip(tmp_path, 4)
@@ -110,6 +111,7 @@ def test_a_postponed_checkpoint_comes_with_the_next_update(ranks: Any, corpus: P
     assert saved(tmp_path) == ["step-00000004", "step-00000006"]
 
 
+@pytest.mark.slow
 def test_the_best_stays_the_best_when_a_finished_run_goes_on(ranks: Any, corpus: Path, tmp_path: Path) -> None:
     run = tiny_run(corpus, tmp_path, train={"steps": 4}, checkpoint={"keep": 1})
     again = replace(run, resume="auto")

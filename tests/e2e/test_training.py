@@ -93,6 +93,7 @@ def test_sigterm_to_one_rank_saves_on_all(ranks: Any, corpus: Path, tmp_path: Pa
     assert losses(parts) == losses(whole) and final_weights(parts) == final_weights(whole)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(ranks: Any, corpus: Path, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     ranks(2, train_here, tiny_run(corpus, whole))
@@ -133,6 +134,7 @@ def test_a_nan_on_one_rank_changes_no_weights_anywhere(ranks: Any, corpus: Path,
     assert all(math.isfinite(row["loss"]) for row in rows if row["updated"])
 
 
+@pytest.mark.slow
 def test_nans_without_end_stop_the_run(ranks: Any, corpus: Path, tmp_path: Path) -> None:
     config = tiny_run(corpus, tmp_path, train={"steps": 9}, checkpoint={"every": 1})
     with pytest.raises(Exception, match="3 times in a row"):

@@ -36,7 +36,8 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("world", "parallel"), [
-    (2, {"tp": 2}), pytest.param(4, {"tp": 2}, marks=slow), pytest.param(4, {"tp": 2, "kind": "data"}, marks=slow),
+    pytest.param(2, {"tp": 2}, marks=slow), pytest.param(4, {"tp": 2}, marks=slow),
+    pytest.param(4, {"tp": 2, "kind": "data"}, marks=slow),
     pytest.param(4, {"tp": 2, "csbp": 1, "dp_replicate": 2}, marks=slow)])
 def test_twenty_steps_are_those_of_one_rank(ranks: Any, corpus: Path, tmp_path: Path, one_rank: Path, world: int,
                                             parallel: dict[str, Any]) -> None:
