@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from csbp.config.mesh import axis_sizes
 from csbp.config.schema import RunConfig
 from csbp.plan.cost import FEMTO, CostModel
@@ -74,7 +72,7 @@ class Cad:
 
     def _moves(self, plan: PackPlan, part: AttentionLayers, together: bool) -> Moves:
         near = plan.world * self.tp <= self.device.node
-        beside = np.rint(row_counts(plan) * (self.row_seconds / self.shape.layers / FEMTO)).astype(np.int64)
+        beside = row_counts(plan) * (self.row_seconds / self.shape.layers / FEMTO)
         return disaggregate(
             plan, part.kind, plan.pieces[part.kind.name], layer_rates(self.cost, part, self.forwards),
             StepBytes.of(part, self.itemsize, self.gradient_itemsize, self.forwards),

@@ -40,8 +40,10 @@ class PassCost:
         return np.asarray(self.tile * tiles + self.segment * segments + self.pair * pairs)
 
     def times(self, factor: float) -> PassCost:
-        """The same of something that takes so many times as long, in whole femtoseconds."""
-        return PassCost(*(round(part * factor) for part in (self.tile, self.segment, self.pair)))
+        """The same of something that takes so many times as long, in whole femtoseconds: what costs something still
+        does."""
+        return PassCost(*(max(round(part * factor), 1) if part else 0
+                          for part in (self.tile, self.segment, self.pair)))
 
 
 @dataclass(frozen=True)

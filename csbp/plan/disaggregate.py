@@ -1,6 +1,7 @@
 """Core attention disaggregation: which CA-tasks move, so that every rank has the same attention time (docs/cad.md).
 
-N ranks, P pieces. Times are femtoseconds and sizes bytes of one layer in one training step.
+N ranks, P pieces. Times are femtoseconds and sizes bytes of one layer in one training step; where 64 bits do not hold
+all ranks' femtoseconds together, times are counted in larger units, and bytes a second with them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from csbp.plan.remains import Remains
 from csbp.plan.resident import Resident
 from csbp.plan.tasks import Moves, Pieces
 from csbp.plan.waterfill import Levels, Limits
-from csbp.plan.work import MovedBytes, StepBytes, home_times
+from csbp.plan.work import MovedBytes, StepBytes, home_times, time_unit
 
 _NO_LIMIT = 1 << 60
 _STAGES = (1, 4, 16)  # of each try, see Levels.fill
@@ -58,34 +59,37 @@ def disaggregate(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCos
         plan: without moves; its ranks are the pool.
         pieces: of ``kind``.
         rates, sizes: of one layer of the kind.
-        beside: int64 [N], femtoseconds of other work of each rank that is to be balanced together with attention.
+        beside: [N], femtoseconds of other work of each rank that is to be balanced together with attention.
         bytes_per_second: that a rank sends, and at the same time receives, while it attends. What does not travel in
             the time of the fullest rank takes longer, and so do its moves. None: any number of bytes.
     """
-    start = home_times(plan, kind, pieces, rates) + (0 if beside is None else beside)
+    other = np.zeros(plan.world) if beside is None else beside
+    unit = time_unit(plan, kind, pieces, rates, float(other.sum()))
+    rates, link = rates.times(1 / unit), None if bytes_per_second is None else bytes_per_second * unit
+    start = home_times(plan, kind, pieces, rates) + np.rint(other / unit).astype(np.int64)
     mean = int(start.sum()) // plan.world
-    best, least = no_moves(pieces), _slowest(plan, kind, sizes, start, None, bytes_per_second)
+    best, least = no_moves(pieces), _slowest(plan, kind, sizes, start, None, link)
     ceiling = mean + int(mean * settings.tolerance)
     if plan.world == 1 or int(start.max()) <= ceiling:
         return best
     before, enough = least, least - int(least * settings.min_gain)
     # Moves lower neither the mean nor what travels anyway.
-    if max(mean, _slowest(plan, kind, sizes, np.zeros_like(start), None, bytes_per_second)) > enough:
+    if max(mean, _slowest(plan, kind, sizes, np.zeros_like(start), None, link)) > enough:
         return best
     movable = np.ones(len(pieces), bool) if settings.ship_queries else ~pieces.noised
     shortest, longest = mean, least  # how long a layer takes, between which the best lies
     for number in range(len(_STAGES)):
         # The first try moves least; where limits forbid to be level, the others share out what they leave.
         target = (shortest + longest) // 2 if number else mean
-        stages = _STAGES[number if bytes_per_second is None else min(number, 1)]
+        stages = _STAGES[number if link is None else min(number, 1)]
         remains = Remains(pieces, movable, rates, sizes, Resident(plan, kind.name), plan.world)
         levels = Levels(start, remains, MovedBytes(plan.world, sizes),
-                        _limits(plan, kind, sizes, settings, target, bytes_per_second))
+                        _limits(plan, kind, sizes, settings, target, link))
         levels.fill(settings.tolerance, stages)
-        slowest = _slowest(plan, kind, sizes, levels.load, levels.moved, bytes_per_second)
+        slowest = _slowest(plan, kind, sizes, levels.load, levels.moved, link)
         if slowest < least and slowest <= enough:
             best, least = remains.moves(), slowest
-        shared = number > 0 and bytes_per_second is None and 10 * least < 9 * before
+        shared = number > 0 and link is None and 10 * least < 9 * before
         if shared or not levels.limited or int(levels.load.max()) <= ceiling:
             break
         if slowest > target + int(target * settings.tolerance):
@@ -107,10 +111,10 @@ def _base_bytes(plan: PackPlan, kind: LayerKind, sizes: StepBytes) -> tuple[np.n
 def _limits(plan: PackPlan, kind: LayerKind, sizes: StepBytes, settings: CadSettings, target: int,
             bytes_per_second: float | None) -> Limits:
     """What may be added to each rank, where a layer takes ``target`` femtoseconds."""
-    most = [np.full(plan.world, _NO_LIMIT if limit is None else limit)
+    most = [np.full(plan.world, _NO_LIMIT if limit is None else min(limit, _NO_LIMIT))
             for limit in (settings.max_send_bytes, settings.max_receive_bytes, settings.max_buffer_bytes)]
     if bytes_per_second is not None:
-        hidden = int(target * FEMTO * bytes_per_second)
+        hidden = int(min(target * FEMTO * bytes_per_second, _NO_LIMIT))
         for limit, base in zip(most[:2], _base_bytes(plan, kind, sizes), strict=True):
             np.minimum(limit, np.maximum(hidden - base, 0), out=limit)
     return Limits(np.array(most))

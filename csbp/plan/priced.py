@@ -16,7 +16,7 @@ from csbp.plan.estimate import Device
 from csbp.plan.pieces import own_work
 from csbp.plan.plan import PackPlan
 from csbp.plan.seconds import Pace, Passes
-from csbp.plan.work import home_times, layer_rates, task_times
+from csbp.plan.work import home_times, layer_rates, task_times, time_unit
 
 if TYPE_CHECKING:
     from csbp.plan.cad import Cad
@@ -28,8 +28,9 @@ def attention_passes(plan: PackPlan, cad: Cad) -> dict[str, Passes]:
     for part in cad.shape.attention:
         kind, moves = part.kind, (plan.moves or {}).get(part.kind.name)
         pieces, cost = plan.pieces[kind.name], cad.cost.for_heads(part.head_dim)
-        found[kind.name] = Passes(*(FEMTO * home_times(plan, kind, pieces, rates.times(part.heads), moves)
-                                    for rates in (cost.forward, cost.backward)))
+        units = [time_unit(plan, kind, pieces, rates.times(part.heads)) for rates in (cost.forward, cost.backward)]
+        found[kind.name] = Passes(*(FEMTO * unit * home_times(plan, kind, pieces, rates.times(part.heads / unit), moves)
+                                    for unit, rates in zip(units, (cost.forward, cost.backward), strict=True)))
     return found
 
 
@@ -48,14 +49,15 @@ def kept_seconds(plan: PackPlan, cad: Cad) -> dict[str, np.ndarray]:
     own noised blocks, and of all its noised rows where they may not move."""
     found = {}
     for part in cad.shape.attention:
-        rates = layer_rates(cad.cost, part, cad.forwards)
+        rates, pieces = layer_rates(cad.cost, part, cad.forwards), plan.pieces[part.kind.name]
+        unit = time_unit(plan, part.kind, pieces, rates)
+        rates = rates.times(1 / unit)
         times = rates.of(*own_work(plan, part.kind))
         if not cad.settings.ship_queries:
-            pieces = plan.pieces[part.kind.name]
             index = np.flatnonzero(pieces.noised)
             np.add.at(times, pieces.owner[index],
                       task_times(pieces, rates, index, pieces.low[index], pieces.high[index]))
-        found[part.kind.name] = FEMTO * times
+        found[part.kind.name] = FEMTO * unit * times
     return found
 
 

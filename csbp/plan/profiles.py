@@ -26,7 +26,7 @@ PARTS = ("tile", "segment", "pair")
 PASSES = ("forward", "backward")
 MEASURED = {"forward_ms": (1, 0), "backward_ms": (0, 1), "ms": (1, 1)}  # of which passes each is the time
 _FEMTO = 1e12  # femtoseconds of a millisecond
-_MOST = 10**13  # femtoseconds, so that 64 bits hold the time of any layer
+_MOST = 10**13  # femtoseconds: hundredths of a second for one pair
 
 Row = Mapping[str, Any]
 

@@ -17,6 +17,8 @@ from csbp.plan.shapes import AttentionLayers
 from csbp.plan.tasks import Moves, Pieces
 from csbp.plan.wire import row_bytes
 
+_TIME_BITS = 59  # of the time of all ranks; moves add segments, and tiles where a piece is cut
+
 
 def layer_rates(model: CostModel, part: AttentionLayers, forwards: int = 1) -> PassCost:
     """Femtoseconds of one layer over all query heads: some forwards (two where it is computed again), one backward."""
@@ -27,6 +29,16 @@ def task_times(pieces: Pieces, rates: PassCost, index: np.ndarray, low: np.ndarr
     """int64, what the pieces ``index`` take over the keys [low, high); 0 for an empty range."""
     time = rates.of(key_tiles(low, high), np.int64(1), pieces.pairs_within(index, low, high))
     return np.where(high > low, time, 0)
+
+
+def time_unit(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCost, beside: float = 0.0) -> int:
+    """Femtoseconds in which 64 bits hold what all ranks together take: one, or a power of two where long packs meet a
+    slow device. ``beside``: femtoseconds of their other work."""
+    tiles = int(key_tiles(pieces.low, pieces.high).sum())
+    counts = zip(own_work(plan, kind), (tiles, len(pieces), int(pieces.pairs.sum())), strict=True)
+    each = zip((rates.tile, rates.segment, rates.pair), counts, strict=True)
+    total = int(beside) + sum(cost * (int(own.sum()) + other) for cost, (own, other) in each)
+    return 1 << max(total.bit_length() - _TIME_BITS, 0)
 
 
 def home_times(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCost,
