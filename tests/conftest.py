@@ -22,8 +22,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Workers of ``-n auto``: two for all the default tests; none for chosen ones, and for the slow ones, whose ranks
     want a small machine to themselves."""
-    chosen = config.args_source is pytest.Config.ArgsSource.ARGS or config.getoption("markexpr") != "not slow and not gpu"
-    return 0 if chosen else 2
+    all_of_them = config.args_source is not pytest.Config.ArgsSource.ARGS
+    return 2 if all_of_them and config.getoption("markexpr") == "not slow and not gpu" else 0
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -71,11 +71,11 @@ def count_plan(plan: PackPlan) -> PlanCounts:
     np.add.at(blocks, parts.owner, parts.start == geometry.block_starts[parts.unit])
     clean += [int(runs.before[-1]) for runs in holding.clean_runs]
     kinds = {kind.name: kind_counts(plan, kind) for kind in plan.kinds}
-    per_clean, per_noised = row_costs(plan.kinds, plan.pair_weights)
+    per_clean, per_noised = row_costs(plan.kinds, plan.pair_weights, plan.row_pairs)
     cost = clean * per_clean + noised * per_noised
     for kind, weight in zip(plan.kinds, plan.pair_weights, strict=True):
         cost = cost + weight * kinds[kind.name].pairs
-    bound = lower_bound(make_units(geometry, plan.kinds, plan.pair_weights).cost, world)
+    bound = lower_bound(make_units(geometry, plan.kinds, plan.pair_weights, plan.row_pairs).cost, world)
     return PlanCounts(clean, noised, answered, blocks, kinds, cost, bound)
 
 

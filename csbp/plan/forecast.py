@@ -109,9 +109,12 @@ def plan_case(case: Case, kind: str, ranks: int, exchange: str = "exact", *, sha
     if case.packs:
         replica = pack_of(case.packs)
         if share:
-            replica = share_documents(case.geometry, kinds, weights, replica, case.together)
-        owners = pool_owners(case.geometry, kinds, weights, replica, case.together, ranks)
-    return PackPlan(case.geometry, kinds, ranks * case.together, scheme, exchange, owners, weights)
+            replica = share_documents(case.geometry, kinds, weights, replica, case.together,
+                                      case.shape.row_pairs)
+        owners = pool_owners(case.geometry, kinds, weights, replica, case.together, ranks,
+                             case.shape.row_pairs)
+    return PackPlan(case.geometry, kinds, ranks * case.together, scheme, exchange, owners, weights,
+                    row_pairs=case.shape.row_pairs)
 
 
 def price(case: Case, kind: str, plan: PackPlan, settings: Settings, device: Device, *,

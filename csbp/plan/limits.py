@@ -8,7 +8,6 @@ from csbp.config.mesh import axis_sizes, divisors
 from csbp.config.schema import ObjectiveConfig, ParallelConfig
 from csbp.errors import ConfigError
 from csbp.plan.geometry import LayerKind
-from csbp.plan.ownership import PAIRS_PER_ROW
 from csbp.plan.shapes import ModelShape
 
 # A plan has a table of all ranks of a sequence axis by all, and a row of arrays for each block.
@@ -95,6 +94,6 @@ def check_size(lengths: Sequence[int], block_size: int, shape: ModelShape) -> No
         raise ConfigError("data.seq_len", sum(lengths), f"too much to plan: {blocks:,} blocks; use a larger "
                           f"objective.block_size, or fewer tokens, for at most {MAX_BLOCKS:,}")
     weights = max(sum(shape.weights(shape.kinds)), shape.layers)
-    if sum(length * (length + 2 * PAIRS_PER_ROW) for length in lengths) * weights > _MAX_COST:
+    if sum(length * (length + 2 * shape.row_pairs) for length in lengths) * weights > _MAX_COST:
         raise ConfigError("data.seq_len", sum(lengths), "too much to plan: there are more attended pairs than 64 bits "
                           "count; use shorter documents (data.document_tokens)")

@@ -24,9 +24,8 @@ from csbp.plan.balance import lower_bound, rebalance
 from csbp.plan.geometry import Geometry, LayerKind
 from csbp.plan.ranges import block_pairs, cell_pairs, index_of
 
-# A token-wise row (projections, MLP) weighs as much as this many attended pairs in every layer where it is a query.
-# For the dense models that csbp is made for, a row's linear layers cost about as much as attention over a few
-# thousand keys.
+# A token-wise row (projections, MLP) weighs as much as this many attended pairs in every layer where it is a query, if
+# the model's sizes are not known (``ModelShape.row_pairs``).
 PAIRS_PER_ROW = 4096
 # A clean row that is never a query still has its keys and values computed.
 PAIRS_PER_KEY_ROW = 512
@@ -69,26 +68,28 @@ class Units:
     block: np.ndarray
 
 
-def row_costs(kinds: tuple[LayerKind, ...], weights: tuple[int, ...]) -> tuple[int, int]:
+def row_costs(kinds: tuple[LayerKind, ...], weights: tuple[int, ...], row_pairs: int) -> tuple[int, int]:
     """Cost of one clean and of one noised row apart from attention, over all layers, in pairs."""
     clean = sum(weight for kind, weight in zip(kinds, weights, strict=True) if kind.clean != "absent")
     noised = sum(weight for kind, weight in zip(kinds, weights, strict=True) if kind.noised)
-    return PAIRS_PER_ROW * clean if clean else PAIRS_PER_KEY_ROW * sum(weights), PAIRS_PER_ROW * noised
+    return row_pairs * clean if clean else PAIRS_PER_KEY_ROW * sum(weights), row_pairs * noised
 
 
-def make_units(geometry: Geometry, kinds: tuple[LayerKind, ...], weights: tuple[int, ...] | None = None) -> Units:
+def make_units(geometry: Geometry, kinds: tuple[LayerKind, ...], weights: tuple[int, ...] | None = None,
+               row_pairs: int = PAIRS_PER_ROW) -> Units:
     """The units of a pack.
 
     Args:
         geometry: the pack.
         kinds: of the model's attention layers.
         weights: what a pair costs in all layers of each kind; 1 each by default.
+        row_pairs: pairs that a token-wise row weighs.
     """
     weights = weights or (1,) * len(kinds)
     cell_edges, block_edges = geometry.cell_starts, geometry.block_starts
     cells = len(cell_edges) - 1
     cell_rows, block_rows = np.diff(cell_edges), np.diff(block_edges)
-    per_clean, per_noised = row_costs(kinds, weights)
+    per_clean, per_noised = row_costs(kinds, weights, row_pairs)
     cell_cost, block_cost = cell_rows * per_clean, block_rows * per_noised
     for kind, weight in zip(kinds, weights, strict=True):
         cell_cost = cell_cost + weight * cell_pairs(geometry, kind)
@@ -191,7 +192,7 @@ def assign_units(units: Units, world: int, cap: int) -> np.ndarray:
 
 
 def assign_owners(geometry: Geometry, kinds: tuple[LayerKind, ...], world: int,
-                  weights: tuple[int, ...] | None = None) -> Ownership:
+                  weights: tuple[int, ...] | None = None, row_pairs: int = PAIRS_PER_ROW) -> Ownership:
     """Give every cell and block of a pack to one of ``world`` ranks.
 
     Any pack is legal: empty ones, fewer units than ranks (some ranks then own nothing), ragged cells.
@@ -201,8 +202,9 @@ def assign_owners(geometry: Geometry, kinds: tuple[LayerKind, ...], world: int,
         kinds: of the model's attention layers.
         world: number of ranks.
         weights: what a pair costs in all layers of each kind; 1 each by default.
+        row_pairs: pairs that a token-wise row weighs.
     """
-    units = make_units(geometry, kinds, weights)
+    units = make_units(geometry, kinds, weights, row_pairs)
     owner = assign_units(units, world, rows_cap(units, world))
     cell_rank = np.zeros(len(geometry.cell_starts) - 1, np.int64)
     block_rank = np.zeros(geometry.num_blocks, np.int64)

@@ -25,7 +25,7 @@ import numpy as np
 from csbp.plan.geometry import Geometry, LayerKind
 from csbp.plan.guests import Guests, QueryRows, Served
 from csbp.plan.holding import Holding, RankRows
-from csbp.plan.ownership import Ownership, assign_owners
+from csbp.plan.ownership import PAIRS_PER_ROW, Ownership, assign_owners
 from csbp.plan.ranges import RowRanges, clean_ranges, join, meet, noised_ranges
 from csbp.plan.tasks import Moves, Pieces
 from csbp.plan.travel import Exchange, Travel, find_travel
@@ -80,6 +80,7 @@ class PackPlan:
             streams that travel. In the "context" scheme layers without a window always gather.
         owners: who owns which cell and block, if not for the planner to choose; unused in the "context" scheme.
         weights: what a pair costs in all layers of each kind (see ``ModelShape.weights``); 1 each by default.
+        row_pairs: pairs that a token-wise row weighs in a layer (see ``ModelShape.row_pairs``).
         moves: by name of a layer kind, what other ranks than the owners attend (scheme "csbp" alone).
     """
 
@@ -91,6 +92,7 @@ class PackPlan:
     owners: Ownership | None = None
     weights: tuple[int, ...] | None = None
     moves: Mapping[str, Moves] | None = None
+    row_pairs: int = PAIRS_PER_ROW
 
     def __post_init__(self) -> None:
         assert self.scheme == "csbp" or not self.moves
@@ -106,7 +108,8 @@ class PackPlan:
     @cached_property
     def ownership(self) -> Ownership:
         """Owner of every cell and block."""
-        return self.owners or assign_owners(self.geometry, self.kinds, self.world, self.pair_weights)
+        return self.owners or assign_owners(self.geometry, self.kinds, self.world, self.pair_weights,
+                                            self.row_pairs)
 
     @cached_property
     def holding(self) -> Holding:
@@ -200,12 +203,14 @@ class PackPlan:
         moves = {name: Moves(**{f.name: arrays.pop(f"{name}: {f.name}") for f in fields(Moves)})
                  for name in found.get("moved", [])}
         return cls(geometry, tuple(LayerKind(**kind) for kind in found["kinds"]), found["world"], found["scheme"],
-                   found["exchange"], Ownership(**arrays) if arrays else None, weights, moves or None)
+                   found["exchange"], Ownership(**arrays) if arrays else None, weights, moves or None,
+                   found.get("row_pairs", PAIRS_PER_ROW))
 
     def _parts(self, owners: Ownership | None) -> tuple[dict[str, object], dict[str, np.ndarray]]:
         """Settings and arrays of the plan."""
         settings = {"format": FORMAT, "world": self.world, "scheme": self.scheme, "exchange": self.exchange,
-                    "weights": self.weights and list(self.weights), "kinds": [asdict(kind) for kind in self.kinds]}
+                    "weights": self.weights and list(self.weights), "row_pairs": self.row_pairs,
+                    "kinds": [asdict(kind) for kind in self.kinds]}
         arrays = {f.name: getattr(part, f.name) for part in (self.geometry, owners) if part for f in fields(part)}
         for name, moves in sorted((self.moves or {}).items()):
             arrays |= {f"{name}: {f.name}": getattr(moves, f.name) for f in fields(moves)}

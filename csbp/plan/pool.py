@@ -11,22 +11,22 @@ from collections.abc import Sequence
 import numpy as np
 
 from csbp.plan.geometry import Geometry, LayerKind
-from csbp.plan.ownership import Ownership, assign_owners, make_units
+from csbp.plan.ownership import PAIRS_PER_ROW, Ownership, assign_owners, make_units
 
 
 def share_documents(geometry: Geometry, kinds: tuple[LayerKind, ...], weights: tuple[int, ...] | None,
-                    packs: np.ndarray, replicas: int) -> np.ndarray:
+                    packs: np.ndarray, replicas: int, row_pairs: int = PAIRS_PER_ROW) -> np.ndarray:
     """Which replica trains each document: by longest processing time, none with more tokens than the longest pack has.
 
     Args:
         geometry: of all packs, end to end.
-        kinds, weights: as ``PackPlan`` has them.
+        kinds, weights, row_pairs: as ``PackPlan`` has them.
         packs: int64 [D], the pack that each document came in, below ``replicas``.
 
     Returns:
         int64 [D]; ``packs`` where the fullest replica would not have less to do.
     """
-    units, tokens = make_units(geometry, kinds, weights), np.diff(geometry.document_starts)
+    units, tokens = make_units(geometry, kinds, weights, row_pairs), np.diff(geometry.document_starts)
     cost = np.zeros(len(tokens), np.int64)
     np.add.at(cost, units.document, units.cost)
     before, room, load = np.zeros((3, replicas), np.int64)
@@ -46,7 +46,7 @@ def share_documents(geometry: Geometry, kinds: tuple[LayerKind, ...], weights: t
 
 
 def pool_owners(geometry: Geometry, kinds: tuple[LayerKind, ...], weights: tuple[int, ...] | None,
-                replica: np.ndarray, replicas: int, ranks: int) -> Ownership:
+                replica: np.ndarray, replicas: int, ranks: int, row_pairs: int = PAIRS_PER_ROW) -> Ownership:
     """Owners among ``replicas * ranks`` ranks, those of a replica side by side.
 
     Args:
@@ -58,7 +58,7 @@ def pool_owners(geometry: Geometry, kinds: tuple[LayerKind, ...], weights: tuple
     for number in range(replicas):
         documents = replica == number
         cells, blocks = documents[cell_document], documents[geometry.block_document]
-        part = assign_owners(_part(geometry, documents, cell_document), kinds, ranks, weights)
+        part = assign_owners(_part(geometry, documents, cell_document), kinds, ranks, weights, row_pairs)
         owners.cell_rank[cells] = part.cell_rank + number * ranks
         owners.block_rank[blocks] = part.block_rank + number * ranks
     return owners

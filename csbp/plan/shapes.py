@@ -137,6 +137,13 @@ class ModelShape:
         return 2 * self._layer_parameters(active=True)
 
     @property
+    def row_pairs(self) -> int:
+        """What a row takes beside attention, as so many attended pairs in each layer, forward and backward together:
+        about 25,000 for dense models of 8B parameters."""
+        linear, pairs = 3 * self.row_flops, sum(part.count * part.pair_flops for part in self.attention)
+        return round(linear / (pairs * (1 + BACKWARD_PAIRS)))
+
+    @property
     def logit_flops(self) -> int:
         """Forward FLOPs of the head for one row with a loss."""
         return 2 * self.vocabulary * self.hidden

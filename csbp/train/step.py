@@ -24,6 +24,7 @@ from csbp.parallel.tensor import enter_head
 from csbp.plan.cad import Cad
 from csbp.plan.counts import attended_pairs
 from csbp.plan.geometry import Geometry
+from csbp.plan.ownership import PAIRS_PER_ROW
 from csbp.plan.plan import PackPlan
 from csbp.plan.pool import pack_of, pool_owners, share_documents
 from csbp.plan.shapes import ModelShape
@@ -126,10 +127,13 @@ class StepRunner:
         """The plan of a micro-batch's packs, which have so many documents each."""
         runtime, kinds = self.runtime, self.adapter.layer_kinds(self.model, clean_stream)
         weights, owners = self.shape.weights(kinds) if self.shape else None, None
+        row_pairs = self.shape.row_pairs if self.shape else PAIRS_PER_ROW
         if runtime.pooled:
-            replica = share_documents(geometry, kinds, weights, pack_of(documents), runtime.dp)
-            owners = pool_owners(geometry, kinds, weights, replica, runtime.dp, runtime.csbp)
-        plan = PackPlan(geometry, kinds, runtime.plan_ranks, runtime.scheme, runtime.exchange, owners, weights)
+            replica = share_documents(geometry, kinds, weights, pack_of(documents), runtime.dp,
+                                      row_pairs)
+            owners = pool_owners(geometry, kinds, weights, replica, runtime.dp, runtime.csbp, row_pairs)
+        plan = PackPlan(geometry, kinds, runtime.plan_ranks, runtime.scheme, runtime.exchange, owners, weights,
+                        row_pairs=row_pairs)
         return self.cad.moved(plan) if self.cad else plan
 
     def counts(self, works: Sequence[Work], stop: bool = False) -> Tensor:
