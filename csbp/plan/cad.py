@@ -19,7 +19,6 @@ from csbp.plan.split import split_shape
 from csbp.plan.tasks import Moves
 from csbp.plan.work import StepBytes, layer_rates
 
-
 _ALIKE = 0.01  # part by which ranks' rows may differ and still take as long
 
 
