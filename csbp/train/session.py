@@ -99,11 +99,12 @@ def make_ready(config: RunConfig, runtime: Runtime, adapter: ModelAdapter,
     compute = torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32
     parallelize(model, adapter.units(model), config.parallel, runtime, compute, adapter.tp_plan(model))
     shape = model_shape(adapter.export_config(model, {}), config.objective.clean_stream)
+    # What hosts have in a profile may differ; plans may not.
+    cad = runtime.on_main(lambda: cad_of(config, shape, "h200" if runtime.device.type == "cuda" else "cpu"))
     return (build_optimizer(model, config.optim),
             StepRunner(model, adapter, runtime, config.attention.backend, shape, config.train.logit_rows,
                        native=not config.parallel.compile and config.parallel.checkpointing != "attention",
-                       cad=cad_of(config, shape, "h200" if runtime.device.type == "cuda" else "cpu"),
-                       overlap=config.cad.overlap != "none"))
+                       cad=cad, overlap=config.cad.overlap != "none"))
 
 
 def run_tokenizer(config: RunConfig) -> PreTrainedTokenizerFast:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,23 @@ def test_losses_are_those_without(ranks: Any, corpus: Path, tmp_path: Path, with
     np.testing.assert_allclose(*norms, rtol=1e-4)
     more = [a["wire_bytes"] != b["wire_bytes"] for a, b in zip(steps_of(tmp_path), steps_of(without), strict=True)]
     assert any(more)
+
+
+def train_with_own_profile(config: Any, folder: str) -> int:
+    """As on hosts each of which has measured its devices: rank n has the file n.json."""
+    import torch.distributed as dist
+
+    return train_here(replace(config, cad=replace(config.cad, profile=f"{folder}/{dist.get_rank()}.json")))
+
+
+def test_ranks_plan_by_one_profile(ranks: Any, corpus: Path, tmp_path: Path, without: Path) -> None:
+    read = json.loads((corpus / "dear.json").read_text())
+    for rank in range(4):
+        read["fit"]["forward"] = {"tile": 10**(9 + rank), "segment": 10**(12 - 3 * rank), "pair": 10**9}
+        (corpus / f"{rank}.json").write_text(json.dumps(read))
+    asked = run(corpus, tmp_path, cad=cad(corpus, "dp"))
+    assert ranks(4, train_with_own_profile, asked, str(corpus)) == [0] * 4
+    np.testing.assert_allclose(losses(tmp_path), losses(without), rtol=1e-5)
 
 
 def test_goes_on_without_and_over_replicas(ranks: Any, corpus: Path, tmp_path: Path, without: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from csbp.config.cad import check_cad, pooled
+from csbp.config.places import conf_dir
 from csbp.config.schema import CadConfig, ParallelConfig, RunConfig
 from csbp.errors import ConfigError
 from csbp.plan.forecast import whole_pack
@@ -88,8 +89,17 @@ def test_what_cannot_be_is_refused(parallel: dict, cad: dict, field: str) -> Non
     check_cad(dataclasses.replace(config, cad=dataclasses.replace(config.cad, enabled=False)))
 
 
+@pytest.mark.parametrize("text", ["{}", "[1", '{"format": 1, "fit": {}}'])
+def test_a_profile_is_read_before_anything_starts(tmp_path: Path, text: str) -> None:
+    (tmp_path / "mine.json").write_text(text)
+    config = RunConfig(parallel=ParallelConfig(nproc=2),
+                       cad=CadConfig(enabled=True, profile=str(tmp_path / "mine.json")))
+    with pytest.raises(ConfigError, match=r"cad\.profile=.*make one by: csbp bench profile"):
+        check_cad(config)
+
+
 def test_what_can_be(tmp_path: Path) -> None:
-    (tmp_path / "mine.json").write_text("{}")
+    (tmp_path / "mine.json").write_text((conf_dir() / "profile" / "cpu.json").read_text())
     for parallel, cad, wide in (({"nproc": 1}, {}, False), ({"nproc": 2, "kind": "data"}, {"pool": "dp"}, True),
                                 ({"nproc": 4, "csbp": 2}, {"pool": "dp", "profile": "h200"}, True),
                                 ({"nproc": 2}, {"pool": "dp", "profile": str(tmp_path / "mine.json")}, False)):
