@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from csbp.config.cad import pooled
 from csbp.config.schema import RunConfig
 from csbp.data.batch import PackedBatch
 from csbp.data.packs import PackStream
@@ -102,7 +103,8 @@ def _check_devices(config: RunConfig, out: Console) -> tuple[torch.device | None
         if config.train.dtype == "bfloat16":
             _warn(out, "bfloat16 is many times slower than float32 on most CPUs")
     if config.train.packs_per_step % dp:
-        _warn(out, f"train.packs_per_step={config.train.packs_per_step} is no multiple of {dp} replicas; some wait")
+        short = "some have only attention of others" if pooled(config) else "some wait"
+        _warn(out, f"train.packs_per_step={config.train.packs_per_step} is no multiple of {dp} replicas; {short}")
     return device, missing
 
 

@@ -26,11 +26,18 @@ class ConfigError(UserError, ValueError):
 
     def __init__(self, field: str, value: object, fix: str) -> None:
         self.field, self.value, self.fix = field, value, fix
-        super().__init__(f"{field}: {fix}" if value is ... else f"{field}={value!r}: {fix}")
+        super().__init__(f"{field}: {fix}" if value is ... else f"{field}={written(value)}: {fix}")
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
         """As its three arguments: an error of one rank is shown to all."""
         return type(self), (self.field, self.value, self.fix)
+
+
+def written(value: object) -> str:
+    """A value of a setting as messages show it: what a user would write, texts in quotes."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Every replica trains one pack a step, filled as training fills it. docs/cad.md s
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from csbp.config.simulate import SimulateConfig
 from csbp.config.validate import check_bounds, validate_plan
 from csbp.data.packing import pack_documents
 from csbp.errors import ConfigError
+from csbp.observe.amounts import bytes_text, counted
 from csbp.observe.plan_result import PlanResult
 from csbp.plan.cad import cad_of
 from csbp.plan.cluster import WAYS, Cluster, Outcome, simulate_step
@@ -31,11 +33,11 @@ from csbp.plan.lengths import read_lengths
 from csbp.plan.limits import MAX_AXIS
 from csbp.plan_cli import plan_result
 
-_GIGA, _GIB = 1e9, 2**30
+_GIGA = 1e9
 _PIPED_WIDTH = 120
 _OWN = {field.name for field in dataclasses.fields(SimulateConfig)}
-_WORDS = {"csbp+cad": "csbp with core attention disaggregation", "csbp": "csbp, ownership alone",
-          "context": "zig-zag context parallelism", "data": "whole documents on ranks (variable-length packing)"}
+_WORDS = {"csbp": "ownership alone", "context": "zig-zag context parallelism",
+          "data": "whole documents on ranks, variable-length packing"}
 
 
 def run_simulate(words: Sequence[str], *, json_only: bool = False) -> int:
@@ -52,6 +54,9 @@ def run_simulate(words: Sequence[str], *, json_only: bool = False) -> int:
     asked = compose_flat("simulate", SimulateConfig, [word for word in words if _key(word) in _OWN])
     check_bounds(asked)
     rest = [word for word in words if _key(word) not in _OWN]
+    for key in (_key(word) for word in rest if "." not in _key(word)):
+        if close := difflib.get_close_matches(key, _OWN, n=1, cutoff=0.7):
+            raise ConfigError(key, ..., f"no such setting; did you mean {close[0]}?")
     config = compose_run(["cad.pool=dp", "cad.enabled=true", *rest])
     check_bounds(config)
     _check(config)
@@ -82,6 +87,9 @@ def _check(config: RunConfig) -> None:
         raise ConfigError("parallel.kind", parallel.kind, "others are compared with csbp anyway; leave it out")
     if not config.cad.enabled:
         raise ConfigError("cad.enabled", False, "csbp is shown with and without it anyway; leave it out")
+    if config.data.document_lengths:
+        raise ConfigError("data.document_lengths", config.data.document_lengths, "is that of csbp plan; documents are "
+                          "drawn from documents=FILE here")
     ranks = parallel.nproc // parallel.tp
     if ranks > MAX_AXIS:
         raise ConfigError("parallel.nproc", parallel.nproc, f"too many to simulate; at most {MAX_AXIS * parallel.tp:,}")
@@ -114,8 +122,8 @@ def _packs(documents: str, config: RunConfig, count: int) -> Iterator[list[int]]
         try:
             lengths = np.array(read_lengths(documents), np.int64)
         except ConfigError as error:
-            names = nearest_name(documents, list(DISTRIBUTIONS), "distributions")
-            raise ConfigError("documents", documents, f"{error.fix}; or one of the {names}") from error
+            names = nearest_name(documents, list(DISTRIBUTIONS), "or one of the distributions")
+            raise ConfigError("documents", documents, f"{error.fix}; {names}") from error
     while True:
         drawn = (DISTRIBUTIONS[documents].draw(data.pack_window, random) if lengths is None else
                  random.choice(lengths, data.pack_window))
@@ -180,20 +188,24 @@ def _show(said: dict[str, Any]) -> None:
         out = Console(highlight=False, soft_wrap=True, width=_PIPED_WIDTH)
     out.print(f"[bold]simulation[/bold]: {said['experiment']} on {said['world_size']} x {said['device']}, nothing was "
               "measured but what the profile holds")
-    out.print(f"  {said['replicas']} replicas x {said['csbp']} x tp {said['tp']}; {said['documents']} documents, seed "
-              f"{said['seed']}, packs of {said['tokens_per_replica']:,} tokens; {said['steps']} step(s) of "
-              f"{said['tokens_per_step']:,.0f} tokens; links {said['near_link_bytes_per_second'] / _GIGA:g} and "
-              f"{said['far_link_bytes_per_second'] / _GIGA:g} GB/s, nodes of {said['node']}\n", markup=False)
+    mesh = f"dp={said['replicas']} x csbp={said['csbp']}" + (f" x tp={said['tp']}" if said["tp"] > 1 else "")
+    near, far = (f"{said[f'{link}_link_bytes_per_second'] / _GIGA:g}" for link in ("near", "far"))
+    links = f"links {near} and {far} GB/s, nodes of {said['node']}" if said["node"] < said["world_size"] else \
+        f"links {near} GB/s, one node"
+    out.print(f"  {mesh}, disaggregation among ranks of {'all replicas' if said['pool'] == 'dp' else 'a replica'} "
+              f"(cad.pool={said['pool']})\n  {said['documents']} documents, seed {said['seed']}, a pack of "
+              f"{said['tokens_per_replica']:,} tokens a replica; {counted(said['steps'], 'step')} of "
+              f"{said['tokens_per_step']:,.0f} tokens; {links}\n", markup=False)
     table = Table("  ", box=None, pad_edge=False, padding=(0, 2))
     for name in ("s a step", "idle", "attention max/mean", "exposed s", "in, mean", "in, most", "memory", "fits"):
         table.add_column(name, justify="right")
     for way, row in said["ways"].items():
         table.add_row(f"  {way}", f"{row['predicted_step_seconds']:.3f}", f"{row['idle_share']:.1%}",
                       f"{row['max_over_mean_attention']:.3f}", f"{row['exposed_seconds_max']:.3f}",
-                      *(f"{row[key] / _GIB:.2f} GiB" for key in ("bytes_received_mean", "bytes_received_max",
-                                                                  "peak_memory_bytes_per_rank")),
+                      *(bytes_text(row[key]) for key in ("bytes_received_mean", "bytes_received_max",
+                                                         "peak_memory_bytes_per_rank")),
                       "yes" if row["fits"] else "no")
     out.print(table)
     out.print()
     for way in WAYS[1:]:
-        out.print(f"  csbp+cad over {way}, {_WORDS[way]}: {said[f'speedup_over_{way}']:.2f}x")
+        out.print(f"  csbp+cad is {said[f'speedup_over_{way}']:.2f} times as fast as {way} ({_WORDS[way]})")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from csbp.config.fields import fields_of
 from csbp.config.places import experiments
+from csbp.errors import written
 
 WIDTH = 100
 _WORDS = {
@@ -32,10 +33,15 @@ def run_settings(example: str) -> str:
             f"example:\n  {example}")
 
 
+def _shown(default: object) -> str:
+    """A default as it is written."""
+    return default if isinstance(default, str) else written(default)
+
+
 def settings_of(command: type) -> str:
     """The settings of a command that has its own."""
     described = {}
     for field in fields_of(command):
-        takes = f"; {field.expects()}; default {field.default}" if field.default != "" else ""
+        takes = f"; {field.expects()}; default {_shown(field.default)}" if field.default != "" else ""
         described[field.key] = f"{field.help}{takes}"
     return columns(described)

@@ -72,19 +72,25 @@ def cad_table(result: PlanResult, levelled: Levelled) -> Table:
 def cad_words(result: PlanResult, levelled: Levelled) -> list[str]:
     """Whether it pays, and why what stays does."""
     lines = [f"Nothing moves in {name} layers: {_why(levelled, name)}." for name in levelled.missed]
-    if len(lines) == len(result.shape.attention) and levelled.with_moves.together == 1:
+    still = len(lines) == len(result.shape.attention)
+    if still and len(result.case.geometry.document_starts) - 1 == result.packs:
+        lines.append("Each pack planned is one document, and few of those leave much to level: data.document_lengths="
+                     "FILE, a document's tokens a line, plans documents like your own.")
+    if still and levelled.with_moves.together == 1:
         return [*lines, "Disaggregation changes nothing here."]
     without, with_moves = result.step_seconds(levelled.without), result.step_seconds(levelled.with_moves)
     gain, before, after = 1 - with_moves / without, levelled.before[ALL].over_mean, levelled.after[ALL].over_mean
     balance = (f"max/mean of attention {before:.3f} without, {after:.3f} with; "
                f"of all work {_work(levelled.without):.3f}, {_work(levelled.with_moves):.3f}")
     step = f"a step takes {seconds_text(with_moves)} s, {seconds_text(without)} s without it"
+    # Planned together, documents also go to the replica that has room: that alone may be all.
+    how = "Sharing documents among replicas" if still else "Disaggregation"
     if gain > _SAME:
-        lines.append(f"Disaggregation pays: {step}, {gain:.1%} less ({balance}).")
+        lines.append(f"{how} pays: {step}, {gain:.1%} less ({balance}).")
     elif gain < -_SAME:
-        lines.append(f"Disaggregation does not pay: {step}, {-gain:.1%} more ({balance}).")
+        lines.append(f"{how} does not pay: {step}, {-gain:.1%} more ({balance}).")
     else:
-        lines.append(f"Disaggregation makes no difference to a step: {step} ({balance}).")
+        lines.append(f"{how} makes no difference to a step: {step} ({balance}).")
     if levelled.without.fits and not levelled.with_moves.fits:
         lines.append("Only without disaggregation does the device hold it; a lower cad.max_buffer_mib takes less.")
     return lines
@@ -106,5 +112,8 @@ def _why(levelled: Levelled, name: str) -> str:
     if missed > 0:
         return (f"that would save {missed:.2%} of the slowest rank's time, below cad.min_gain={settings.min_gain} "
                 f"(max/mean is {home.over_mean:.3f})")
-    return (f"no move makes the slowest rank faster within what may travel (max/mean is {home.over_mean:.3f}, "
-            f"max/lower bound {home.over_bound:.3f})")
+    limits = (("send", settings.max_send_bytes), ("receive", settings.max_receive_bytes),
+              ("buffer", settings.max_buffer_bytes))
+    given = "".join(f"cad.max_{what}_mib={limit >> 20}, " for what, limit in limits if limit is not None)
+    return (f"no move makes the slowest rank faster within what may travel: {given}and what links carry while a layer "
+            f"attends (max/mean is {home.over_mean:.3f}, max/lower bound {home.over_bound:.3f})")

@@ -18,10 +18,11 @@ _LENGTH = re.compile("(?=0*[1-9])[0-9]{1,18}")
 
 def stand_in(packs: Sequence[Sequence[int]], *, alone: bool) -> Sequence[int]:
     """The pack that other kinds are shown with: the one with most attention, which all replicas wait for, or the most
-    usual one if there is one replica ``alone``."""
-    work = [sum(length * length for length in pack) for pack in packs]
+    usual one if there is one replica ``alone``. Empty packs, of replicas that are one short, stand for nothing."""
+    filled = [pack for pack in packs if pack]
+    work = [sum(length * length for length in pack) for pack in filled]
     meant = sum(work) / len(work) if alone else max(work)
-    return min(zip(work, packs, strict=True), key=lambda pair: abs(pair[0] - meant))[1]
+    return min(zip(work, filled, strict=True), key=lambda pair: abs(pair[0] - meant))[1]
 
 
 def planned_packs(config: RunConfig) -> list[list[int]]:
@@ -83,6 +84,8 @@ def _one_pack(data: DataConfig, lengths: Iterator[int], before: int) -> list[int
 def read_lengths(path: str) -> list[int]:
     """The numbers of a file, one a line; empty lines are skipped."""
     field = "data.document_lengths"
+    if not path:
+        raise ConfigError(field, path, "names no file; give one with a document's tokens a line")
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -17,7 +17,15 @@ from torch import nn
 
 from csbp import check, memory
 from csbp.check import run_check
-from csbp.config.schema import DataConfig, ModelConfig, ObjectiveConfig, ParallelConfig, RunConfig, SourceConfig
+from csbp.config.schema import (
+    CadConfig,
+    DataConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    ParallelConfig,
+    RunConfig,
+    SourceConfig,
+)
 from csbp.errors import ConfigError, UserError
 from csbp.locks import RunLock
 from csbp.memory import estimate_memory
@@ -62,6 +70,13 @@ def test_a_run_that_can_start(config: RunConfig) -> None:
     assert sum(int(n[0]) for n in numbers.values()) == 30  # the empty chat is not there, but is said
     assert "left out 1: a conversation without an assistant turn" in text and "chat.jsonl:30" in text
     assert "\x1b" not in text  # plain where it is piped
+
+
+def test_replicas_without_a_pack(config: RunConfig) -> None:
+    config = change(config, "parallel", nproc=2, csbp=1)
+    assert "is no multiple of 2 replicas; some wait" in shown(config)
+    pooled = dataclasses.replace(config, cad=CadConfig(enabled=True, pool="dp"))
+    assert "is no multiple of 2 replicas; some have only attention of others" in shown(pooled)
 
 
 def test_the_sample_shows_what_is_learnt(config: RunConfig) -> None:

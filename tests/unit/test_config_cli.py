@@ -47,8 +47,14 @@ def test_help_shows_experiments_and_an_example(capsys: pytest.CaptureFixture[str
     assert answer(capsys, "--version")[1] == f"csbp {__version__}\n"
 
 
+def test_help_writes_values_as_a_user_would(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "default null" in answer(capsys, "simulate", "--help")[1]
+    out = answer(capsys, "bench", "--help")[1]
+    assert "default null" in out and "default true" in out and "default None" not in out and "default True" not in out
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["train", "check", "plan", "bench", "generate", "export"])
+@pytest.mark.parametrize("command", ["train", "check", "plan", "simulate", "bench", "generate", "export"])
 def test_help_fits_a_terminal_and_puts_what_can_be_trained_first(capsys: pytest.CaptureFixture[str],
                                                                  command: str) -> None:
     lines = answer(capsys, command, "--help")[1].splitlines()

@@ -116,7 +116,8 @@ def test_without_it_nothing_is_said_of_it(capsys: pytest.CaptureFixture[str], wo
     (["data.document_lengths=", "parallel.nproc=4", "parallel.csbp=4", "objective.block_size=1024"],
      "more than the mean, within cad.tolerance=0.02"),
     (["cad.min_gain=0.9"], "of the slowest rank's time, below cad.min_gain=0.9 (max/mean is "),
-    (["cad.max_receive_mib=0"], "no move makes the slowest rank faster within what may travel (max/mean is ")])
+    (["cad.max_receive_mib=0"], "no move makes the slowest rank faster within what may travel: "
+     "cad.max_receive_mib=0, cad.max_buffer_mib=8192, and what links carry while a layer attends (max/mean is ")])
 def test_why_nothing_moves(capsys: pytest.CaptureFixture[str], words: list[str], more: list[str], said: str) -> None:
     more = ["cad.pool=csbp", "parallel.nproc=3", "parallel.csbp=3", "objective.block_size=2048", *more]
     out = answer(capsys, *words, *more)[1]
@@ -124,6 +125,25 @@ def test_why_nothing_moves(capsys: pytest.CaptureFixture[str], words: list[str],
     found = planned(capsys, *words, *more)
     assert found["bytes_moved_by_cad"] == 0
     assert found["predicted_step_seconds_with"] == found["predicted_step_seconds_without"]
+
+
+def test_fewer_packs_than_replicas_and_documents_shared_out(capsys: pytest.CaptureFixture[str],
+                                                            words: list[str]) -> None:
+    """Replicas without a pack stand for no pack of the other kinds; sharing documents alone is called that."""
+    lonely = ["data.document_lengths=", "train.packs_per_step=1", "parallel.nproc=3", "parallel.csbp=null",
+              "parallel.kind=data"]
+    found = planned(capsys, *words, *lonely)
+    assert found["packs_planned"] == 1 and len(found["alternatives"]) == 3
+    apart = planned(capsys, *words, *lonely, "cad.enabled=false")["alternatives"]
+    for kind, other in found["alternatives"].items():
+        assert other["bytes_received_exact_mean"] == apart[kind]["bytes_received_exact_mean"]
+        assert other["predicted_step_seconds"] > 0
+    still = [*words, *lonely, "cad.max_buffer_mib=0"]
+    out = answer(capsys, *still)[1]
+    assert "Each pack planned is one document" in out and "Sharing documents among replicas makes no difference" in out
+    out = answer(capsys, *still, "data.document_tokens=1024")[1]
+    assert "Sharing documents among replicas pays: " in out and "Disaggregation pays" not in out
+    assert "Each pack" not in out
 
 
 def test_more_ranks_than_a_plan_can_have(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:

@@ -89,7 +89,7 @@ def test_a_config_that_is_no_object(capsys: pytest.CaptureFixture[str], tmp_path
     ({"num_experts": 4, "num_experts_per_tok": 9, "moe_intermediate_size": 8},
      "model.shape.num_experts_per_tok=9: must be a whole number from 1 to 4"),
     ({"sliding_window": 64}, "model.shape.sliding_window=64: no layer would have a window"),
-    ({"use_sliding_window": True, "max_window_layers": 5}, "model.shape.use_sliding_window=True: no layer would"),
+    ({"use_sliding_window": True, "max_window_layers": 5}, "model.shape.use_sliding_window=true: no layer would"),
     ({"layer_types": ["full_attention"] * 4 + ["sliding_attention"], "sliding_window": 32, "head_dim": 1,
       "global_head_dim": LARGEST}, "more attended pairs")])
 def test_shapes_that_do_not_fit_together(capsys: pytest.CaptureFixture[str], tmp_path: Path, changes: dict[str, Any],

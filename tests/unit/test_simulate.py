@@ -167,18 +167,25 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     code, out, err = answer(capsys, *SMALL, f"documents={file}", "steps=1", "near_link=100", "far_link=10", "node=2",
                             "cad.pool=csbp")
     assert code == 0 and "simulation" in out and "links 100 and 10 GB/s, nodes of 2" in out and "16,384 tokens" in out
-    assert "csbp+cad over context, zig-zag context parallelism: " in out, err
+    assert " times as fast as context (zig-zag context parallelism)" in out, err
+    assert "dp=4 x csbp=2, disaggregation among ranks of a replica (cad.pool=csbp)" in out and "1 step of 16,384" in out
+    assert " MiB " in out and "0.00 GiB" not in out
+    out = answer(capsys, *SMALL, "steps=1", "plan.device=cpu")[1]
+    assert "GB/s, one node" in out and "among ranks of all replicas" in out  # a number of ranks would say nothing
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    ([*SMALL, "documents=pretrian"], "documents='pretrian': cannot be read"), ([*SMALL, "documents=pretrian"],
-                                                                               "did you mean pretrain?"),
+    ([*SMALL, "documents=pretrian"], "documents='pretrian': cannot be read"),
+    ([*SMALL, "documents=pretrian"], "; did you mean pretrain? or one of the distributions: pretrain, prolong"),
+    ([*SMALL, "documents="], "documents='': names no file"),
+    ([*SMALL, "step=3"], "step: no such setting; did you mean steps?"),
+    ([*SMALL, "data.document_lengths=x"], "data.document_lengths='x': is that of csbp plan; documents are drawn from "),
     ([*SMALL, "steps=0"], "steps=0: must be"), ([*SMALL, "far_link=0"], "far_link=0"), ([*SMALL, "node=0"], "node=0"),
     ([*SMALL, "parallel.kind=context"], "parallel.kind='context': others are compared"),
     ([*SMALL, "parallel.csbp=3"], "parallel.csbp=3: must divide"), ([*SMALL, "cad.profile=h20"], "did you mean h200?"),
     ([*SMALL, "parallel.csbp=2", "data.seq_len=4"], "more ranks than blocks"), (["steps=2"], "experiment: say which"),
     ([*SMALL, "stepss=2"], "stepss"),
-    ([*SMALL, "cad.enabled=false"], "cad.enabled=False: csbp is shown with and without"),
+    ([*SMALL, "cad.enabled=false"], "cad.enabled=false: csbp is shown with and without"),
     ([*SMALL, "data.long_documents=error", "seed=3"], "data.long_documents='error': there are documents of")])
 def test_refusals(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     code, out, err = answer(capsys, *words)
