@@ -76,7 +76,7 @@ def test_shares_are_the_rounded_weights() -> None:
 
 @pytest.mark.parametrize("group", ["sources", "validation"])
 @pytest.mark.parametrize(("weights", "message"), [
-    ([1.0, None], r"data.\w+.1.weight=None: give every source a weight"),
+    ([1.0, None], r"data.\w+.1.weight=null: give every source a weight"),
     ([0.0, 0.0], r"data.\w+.0.weight=0.0: at least one weight must be above 0"),
     ([1e308, 1e308], r"data.\w+.0.weight=1e\+308: .*their sum finite"),
     ([1.0, math.nan], r"data.\w+.1.weight=nan: must be a finite number"),

@@ -166,7 +166,7 @@ def test_small_numbers_are_shown_as_such(capsys: pytest.CaptureFixture[str], tmp
       "model.shape.sliding_window=16"], "model.shape.sliding_window=16: smaller than a block"),
     (["model.shape.layer_types=[linear_attention]", "model.shape.num_hidden_layers=1"], "linear_attention"),
     (["+model.shape.kv_lora_rank=512"], "model.shape.kv_lora_rank=512: multi-head latent attention (MLA)"),
-    (["+model.shape.alibi=true"], "model.shape.alibi=True: ALiBi"),
+    (["+model.shape.alibi=true"], "model.shape.alibi=true: ALiBi"),
     (["model.shape.hidden_size=0"], "model.shape.hidden_size=0"),
     (["model.shape.num_key_value_heads=5"], "must divide num_attention_heads=32"),
     (["data.document_lengths=/no/such/file"], "data.document_lengths='/no/such/file': cannot be read: No such file"),
