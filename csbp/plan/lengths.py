@@ -7,12 +7,17 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from csbp.config.cad import pooled
+from csbp.config.fields import nearest_name
 from csbp.config.mesh import axis_sizes
 from csbp.config.schema import DataConfig, RunConfig
 from csbp.errors import ConfigError
+from csbp.plan.documents import DISTRIBUTIONS
 from csbp.plan.limits import MAX_BLOCKS
 
+_DRAWN = 1 << 16  # documents
 _LENGTH = re.compile("(?=0*[1-9])[0-9]{1,18}")
 
 
@@ -81,9 +86,19 @@ def _one_pack(data: DataConfig, lengths: Iterator[int], before: int) -> list[int
     return pack
 
 
+def _drawn(field: str, named: str) -> list[int]:
+    if named[1:] not in DISTRIBUTIONS:
+        raise ConfigError(field, named, nearest_name(named, [f"@{name}" for name in DISTRIBUTIONS], "distributions"))
+    found: list[int] = DISTRIBUTIONS[named[1:]].draw(_DRAWN, np.random.default_rng(0)).tolist()
+    return found
+
+
 def read_lengths(path: str) -> list[int]:
-    """The numbers of a file, one a line; empty lines are skipped."""
+    """The numbers of a file, one a line; empty lines are skipped. Or, of a distribution's name behind an @, lengths
+    drawn from it, the same each time."""
     field = "data.document_lengths"
+    if path.startswith("@"):
+        return _drawn(field, path)
     if not path:
         raise ConfigError(field, path, "names no file; give one with a document's tokens a line")
     try:

@@ -151,10 +151,12 @@ class StepRunner:
         return self.runtime.summed(self.runtime.upload([*local, float(stop)]))
 
     def run(self, works: Sequence[Work], *, train: bool, stop: bool = False,
-            before_each: Callable[[int], None] = lambda done: None) -> StepResult:
+            before_each: Callable[[int], None] = lambda done: None,
+            meanwhile: Callable[[], None] = lambda: None) -> StepResult:
         """Losses of the packs; with ``train`` also gradients, summed over ranks and micro-batches.
 
         ``before_each`` is called with the number of micro-batches done; what it raises, it raises on every rank.
+        ``meanwhile`` is called when the device has all of the step to do and the host nothing.
         """
         runtime, terms = self.runtime, works[0].layout.terms
         transport = runtime.transport
@@ -172,6 +174,7 @@ class StepRunner:
         summed = runtime.summed(torch.cat([once * numbers.flatten(),
                                            runtime.upload([self._flops(works), float(sent), waited])]))
         norm = global_norm(self.model.parameters()) if train else torch.tensor(math.nan)
+        meanwhile()
         values = torch.cat([summed[:-3].view(-1, 3)[:, 0] / divisors_T, summed[1:3], summed[-3:],
                             counts[len(terms):], norm.to(counts)[None]]).tolist()
         means, (correct, hidden, flops, sent_all, waited_all, tokens, supervised, stops, norm_now) = (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from csbp.data.batch import PackedBatch
+from csbp.data.stream import Cursor
 from csbp.errors import UserError, met_by_all
 from csbp.train.evaluate import Evaluation, HeldOutBlock, evaluate, fill, pick_block, show
 from csbp.train.optimizer import learning_rate
@@ -12,7 +14,7 @@ from csbp.train.progress import Progress, data_digests
 from csbp.train.recorder import Recorder
 from csbp.train.session import Session
 from csbp.train.signals import StopAsked, StopRequest
-from csbp.train.step import StepResult
+from csbp.train.step import StepResult, Work
 
 
 class Trainer:
@@ -24,6 +26,7 @@ class Trainer:
         self.progress = progress or Progress(session.train_stream.first())
         self.sample_after: dict[str, Any] | None = None
         self.stop, self._data = StopRequest(), data_digests(session)
+        self._ahead: tuple[int, tuple[list[Work], Cursor]] | None = None  # a step, and what it needs
         generative = session.config.objective.kind == "block_diffusion"
         self.block: HeldOutBlock | None = pick_block(session, held_out) if generative else None
 
@@ -79,12 +82,12 @@ class Trainer:
     def _step(self) -> StepResult:
         session, progress = self.session, self.progress
         config, runner = session.config, session.runner
-        packs, cursor = session.train_stream.take(progress.cursor, config.train.packs_per_step)
+        works, cursor = self._works(progress.step, progress.cursor)
         rate = learning_rate(progress.step, config.optim, config.train.steps)
         for group in session.optimizer.param_groups:
             group["lr"] = rate
-        works = runner.prepare(packs, session.training, progress.step)
-        result = runner.run(works, train=True, stop=bool(self.stop))
+        result = runner.run(works, train=True, stop=bool(self.stop),
+                            meanwhile=lambda: self._look_ahead(progress.step + 1, cursor))
         result = runner.update(result, session.optimizer, config.optim.clip_norm)
         progress.step, progress.cursor = progress.step + 1, cursor
         progress.skipped = 0 if result.updated else progress.skipped + 1
@@ -95,6 +98,22 @@ class Trainer:
                                 f"finite {progress.skipped} times in a row. No weights were changed by these steps; "
                                 "resume from the last checkpoint with a lower optim.lr")
         return result
+
+    def _works(self, step: int, cursor: Cursor) -> tuple[list[Work], Cursor]:
+        """What this rank does in a step whose packs begin at a cursor, and where the next step's begin."""
+        if self._ahead is not None and self._ahead[0] == step:
+            return self._ahead[1]
+        session = self.session
+        packs, after = session.train_stream.take(cursor, session.config.train.packs_per_step)
+        return session.runner.prepare(packs, session.training, step), after
+
+    def _look_ahead(self, step: int, cursor: Cursor) -> None:
+        """Read, plan and bring to the device what the next step needs, while the device is at this one."""
+        self._ahead = None
+        if step < self.session.config.train.steps:
+            # What is wrong with the next packs is said when they are due: this step is still to be finished.
+            with suppress(Exception):
+                self._ahead = step, self._works(step, cursor)
 
     def evaluate(self) -> Evaluation:
         """Held-out numbers now; remembers the best. Collective.

@@ -217,6 +217,11 @@ def test_documents_fill_the_pack_as_training_would_cut_them(tmp_path: Path) -> N
 
     assert lengths("data.seq_len=1000", "data.document_tokens=1000") == [300, 50, 650]
     assert lengths("data.seq_len=2000", "data.document_tokens=256") == [256, 44, 50, 256, 256, 188, 20]
+    drawn = lengths("data.seq_len=100000", "data.document_tokens=100000", "data.document_lengths=@prolong")
+    assert sum(drawn) == 100000 and len(set(drawn)) > 5
+    assert drawn == lengths("data.seq_len=100000", "data.document_tokens=100000", "data.document_lengths=@prolong")
+    with pytest.raises(ConfigError, match="did you mean @prolong"):
+        lengths("data.document_lengths=@prolog")
     with pytest.raises(ConfigError, match=r"data.document_lengths=.*a document of 700 tokens, and data.long_documents"):
         lengths("data.seq_len=2000", "data.document_tokens=400", "data.long_documents=error")
     assert lengths("data.seq_len=2000", "data.document_tokens=256", "data.long_documents=truncate") == [256, 50, 256,
