@@ -38,7 +38,8 @@ def check_cad(config: RunConfig) -> None:
 
         load_profile(cad.profile, "cad.profile")
     elif cad.profile not in ("auto", *shipped):
-        raise ConfigError("cad.profile", cad.profile, nearest_name(cad.profile, ["auto", *shipped], "profiles"))
+        names = nearest_name(cad.profile, ["auto", *shipped], "a FILE.json of csbp bench profile, or one of")
+        raise ConfigError("cad.profile", cad.profile, names)
 
 
 def pooled(config: RunConfig) -> bool:

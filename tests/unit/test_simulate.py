@@ -183,6 +183,7 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     ([*SMALL, "steps=0"], "steps=0: must be"), ([*SMALL, "far_link=0"], "far_link=0"), ([*SMALL, "node=0"], "node=0"),
     ([*SMALL, "parallel.kind=context"], "parallel.kind='context': others are compared"),
     ([*SMALL, "parallel.csbp=3"], "parallel.csbp=3: must divide"), ([*SMALL, "cad.profile=h20"], "did you mean h200?"),
+    ([*SMALL, "cad.profile=mine"], "cad.profile='mine': a FILE.json of csbp bench profile, or one of: auto, "),
     ([*SMALL, "parallel.csbp=2", "data.seq_len=4"], "more ranks than blocks"), (["steps=2"], "experiment: say which"),
     ([*SMALL, "stepss=2"], "stepss"),
     ([*SMALL, "cad.enabled=false"], "cad.enabled=false: csbp is shown with and without"),
