@@ -153,9 +153,16 @@ class PackPlan:
 
         return {kind.name: find_pieces(self, kind) for kind in self.kinds}
 
+    @cached_property
+    def own_work(self) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Layer kind -> attention that stays at home (scheme "csbp" alone), see ``pieces.own_work``."""
+        from csbp.plan.pieces import own_work
+
+        return {kind.name: own_work(self, kind) for kind in self.kinds}
+
     def with_moves(self, moves: Mapping[str, Moves]) -> PackPlan:
         """The same plan with these moves; who holds what is not found again."""
-        found, kept = replace(self, moves=moves), ("ownership", "holding", "pieces")
+        found, kept = replace(self, moves=moves), ("ownership", "holding", "pieces", "own_work")
         vars(found).update({name: vars(self)[name] for name in kept if name in vars(self)})
         return found
 

@@ -13,7 +13,6 @@ import numpy as np
 from csbp.plan.cost import FEMTO
 from csbp.plan.counts import PlanCounts
 from csbp.plan.estimate import Device
-from csbp.plan.pieces import own_work
 from csbp.plan.plan import PackPlan
 from csbp.plan.seconds import Pace, Passes
 from csbp.plan.work import home_times, layer_rates, task_times, time_unit
@@ -52,7 +51,7 @@ def kept_seconds(plan: PackPlan, cad: Cad) -> dict[str, np.ndarray]:
         rates, pieces = layer_rates(cad.cost, part, cad.forwards), plan.pieces[part.kind.name]
         unit = time_unit(plan, part.kind, pieces, rates)
         rates = rates.times(1 / unit)
-        times = rates.of(*own_work(plan, part.kind))
+        times = rates.of(*plan.own_work[part.kind.name])
         if not cad.settings.ship_queries:
             index = np.flatnonzero(pieces.noised)
             np.add.at(times, pieces.owner[index],

@@ -11,7 +11,6 @@ import numpy as np
 
 from csbp.plan.cost import CostModel, PassCost, key_tiles
 from csbp.plan.geometry import LayerKind
-from csbp.plan.pieces import own_work
 from csbp.plan.plan import PackPlan
 from csbp.plan.shapes import AttentionLayers
 from csbp.plan.tasks import Moves, Pieces
@@ -35,7 +34,7 @@ def time_unit(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCost, 
     """Femtoseconds in which 64 bits hold what all ranks together take: one, or a power of two where long packs meet a
     slow device. ``beside``: femtoseconds of their other work."""
     tiles = int(key_tiles(pieces.low, pieces.high).sum())
-    counts = zip(own_work(plan, kind), (tiles, len(pieces), int(pieces.pairs.sum())), strict=True)
+    counts = zip(plan.own_work[kind.name], (tiles, len(pieces), int(pieces.pairs.sum())), strict=True)
     each = zip((rates.tile, rates.segment, rates.pair), counts, strict=True)
     total = int(beside) + sum(cost * (int(own.sum()) + other) for cost, (own, other) in each)
     return 1 << max(total.bit_length() - _TIME_BITS, 0)
@@ -44,7 +43,7 @@ def time_unit(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCost, 
 def home_times(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCost,
                moves: Moves | None = None) -> np.ndarray:
     """int64 [N], attention of every rank: its own blocks, what is left of its pieces, and tasks that it serves."""
-    index, times = np.arange(len(pieces)), rates.of(*own_work(plan, kind))
+    index, times = np.arange(len(pieces)), rates.of(*plan.own_work[kind.name])
     low, high = (pieces.low, pieces.high) if moves is None else (moves.home_low, moves.home_high)
     np.add.at(times, pieces.owner, task_times(pieces, rates, index, low, high))
     if moves is not None:

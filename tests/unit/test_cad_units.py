@@ -78,3 +78,9 @@ def test_what_costs_something_is_never_free():
     one = replace(cad(RATES), cost=costs)
     assert attention_passes(UNEVEN, one)["full"].forward.min() > 0
     assert one.step_seconds(one.moved(UNEVEN)) <= one.step_seconds(UNEVEN)
+
+
+def test_what_stays_at_home_is_found_once():
+    one = cad(RATES.times(DEAR))
+    moved = one.moved(UNEVEN)
+    assert moved is not UNEVEN and moved.own_work is UNEVEN.own_work
