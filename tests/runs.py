@@ -89,16 +89,48 @@ def train_here(config: RunConfig, disturb: Callable[[Any], None] | None = None) 
         drive.open_session = opened
 
 
-def at_step(session: Any, rank: int, when: int, action: Callable[[], None]) -> None:
-    """Call ``action`` on one rank when it prepares optimizer step ``when`` (from 0)."""
-    prepare = session.runner.prepare
+def on_steps(session: Any, call: Callable[[int, Callable[[], Any]], Any]) -> None:
+    """Have ``call`` run each optimizer step, by its number from 0; an evaluation's packs run as they are."""
+    prepare, run, training = session.runner.prepare, session.runner.run, {}
 
-    def watched(packs: Any, noising: Any, step: int) -> Any:
+    def prepared(packs: Any, noising: Any, step: int) -> Any:
+        works = prepare(packs, noising, step)
+        if noising is session.training:
+            training[id(works)] = works, step  # kept, so that no other works have its id
+        return works
+
+    def running(works: Any, **named: Any) -> Any:
+        if id(works) not in training:
+            return run(works, **named)
+        return call(training.pop(id(works))[1], lambda: run(works, **named))
+
+    session.runner.prepare, session.runner.run = prepared, running
+
+
+def at_step(session: Any, rank: int, when: int, action: Callable[[], None]) -> None:
+    """Call ``action`` on one rank before it comes to optimizer step ``when`` (from 0)."""
+    prepare, run = session.runner.prepare, session.runner.run
+    busy, due = [False], []
+
+    def prepared(packs: Any, noising: Any, step: int) -> Any:
         if session.runtime.rank == rank and step == when and noising is session.training:
-            action()
+            due.append(action)
+        if not busy[0]:
+            act()
         return prepare(packs, noising, step)
 
-    session.runner.prepare = watched
+    def running(works: Any, **named: Any) -> Any:
+        busy[0] = True  # the next step is prepared meanwhile
+        result = run(works, **named)
+        busy[0] = False
+        act()
+        return result
+
+    def act() -> None:
+        while due:
+            due.pop()()
+
+    session.runner.prepare, session.runner.run = prepared, running
 
 
 def ask_to_stop() -> None:

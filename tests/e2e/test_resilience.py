@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import ask_to_stop, at_step, final_weights, losses, make_corpus, steps_of, tiny_run, train_here
+from runs import ask_to_stop, at_step, final_weights, losses, make_corpus, on_steps, steps_of, tiny_run, train_here
 
 from csbp.checkpoint.files import Manifest
 from csbp.errors import ConfigError, UserError
@@ -74,17 +74,11 @@ def test_changed_data_are_noticed(ranks: Any, tmp_path: Path, split: str) -> Non
 def poisoned(config: Any, first: int, last: int, stop_at: int = -1) -> int:
     """NaN losses from one optimizer step to another."""
     def disturb(session: Any) -> None:
-        run, prepare, now = session.runner.run, session.runner.prepare, [-1]
+        def broken(step: int, run: Any) -> Any:
+            result = run()
+            return replace(result, loss=math.nan) if first <= step <= last else result
 
-        def watched(packs: Any, noising: Any, step: int) -> Any:
-            now[0] = step if noising is session.training else -1
-            return prepare(packs, noising, step)
-
-        def broken(works: Any, **named: Any) -> Any:
-            result = run(works, **named)
-            return replace(result, loss=math.nan) if first <= now[0] <= last else result
-
-        session.runner.prepare, session.runner.run = watched, broken
+        on_steps(session, broken)
         at_step(session, 0, stop_at, ask_to_stop)
 
     return train_here(config, disturb)
