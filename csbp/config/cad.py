@@ -34,9 +34,6 @@ def check_cad(config: RunConfig) -> None:
     if cad.profile.endswith(".json"):
         if not Path(cad.profile).expanduser().is_file():
             raise ConfigError("cad.profile", cad.profile, "no such file; make one by: csbp bench profile out=FILE.json")
-        from csbp.plan.profiles import load_profile  # which knows configurations
-
-        load_profile(cad.profile, "cad.profile")
     elif cad.profile not in ("auto", *shipped):
         names = nearest_name(cad.profile, ["auto", *shipped], "a FILE.json of csbp bench profile, or one of")
         raise ConfigError("cad.profile", cad.profile, names)

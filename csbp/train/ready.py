@@ -23,6 +23,7 @@ from csbp.data.tokenizer import next_free_id
 from csbp.errors import ConfigError
 from csbp.models.protocol import ModelAdapter
 from csbp.models.registry import get_adapter
+from csbp.plan.cad import cad_of
 from csbp.plan.limits import check_split, check_windows
 from csbp.plan.shapes import ModelShape, model_shape
 from csbp.train.learnable import expect_blocks, expect_learnable
@@ -67,6 +68,7 @@ def check_model(config: RunConfig) -> ReadyModel:
     shape = model_shape(adapter.export_config(model, {}), config.objective.clean_stream)
     check_split(config.parallel.tp, shape)
     check_windows(adapter.layer_kinds(model, config.objective.clean_stream), config.objective)
+    cad_of(config, shape, "cpu")  # reads the profile that it is given
     rows: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment, operator]
     mask, last = mask_token(config, tokenizer, rows), next_free_id(tokenizer) - 1
     if last >= rows:

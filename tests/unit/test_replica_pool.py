@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from csbp.config.cad import check_cad, pooled
+from csbp.config.compose import compose_run
 from csbp.config.places import conf_dir
 from csbp.config.schema import CadConfig, ParallelConfig, RunConfig
 from csbp.errors import ConfigError
@@ -17,6 +18,7 @@ from csbp.plan.geometry import Geometry, LayerKind
 from csbp.plan.ownership import assign_owners, make_units
 from csbp.plan.plan import PackPlan
 from csbp.plan.pool import pack_of, pool_owners, share_documents
+from csbp.train.ready import check_model
 
 KINDS = (LayerKind(),)
 
@@ -92,10 +94,9 @@ def test_what_cannot_be_is_refused(parallel: dict, cad: dict, field: str) -> Non
 @pytest.mark.parametrize("text", ["{}", "[1", '{"format": 1, "fit": {}}'])
 def test_a_profile_is_read_before_anything_starts(tmp_path: Path, text: str) -> None:
     (tmp_path / "mine.json").write_text(text)
-    config = RunConfig(parallel=ParallelConfig(nproc=2),
-                       cad=CadConfig(enabled=True, profile=str(tmp_path / "mine.json")))
+    config = compose_run(["experiment=quickstart", "cad.enabled=true", f"cad.profile={tmp_path / 'mine.json'}"])
     with pytest.raises(ConfigError, match=r"cad\.profile=.*make one by: csbp bench profile"):
-        check_cad(config)
+        check_model(config)
 
 
 def test_what_can_be(tmp_path: Path) -> None:
