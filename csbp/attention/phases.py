@@ -130,6 +130,7 @@ class _Received:
     rows: Tensor
 
     def wait(self) -> Tensor:
+        """What has come already."""
         return self.rows
 
 

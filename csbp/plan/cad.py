@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from csbp.config.mesh import axis_sizes
 from csbp.config.schema import RunConfig
 from csbp.plan.cost import FEMTO, CostModel
-from csbp.plan.counts import kind_counts, row_counts
+from csbp.plan.counts import kind_counts
 from csbp.plan.disaggregate import CadSettings, disaggregate
 from csbp.plan.estimate import DEVICES, Device
 from csbp.plan.plan import PackPlan
@@ -51,7 +51,7 @@ class Cad:
         has the shorter step by prediction; unchanged where neither saves ``min_gain`` of it."""
         if plan.world == 1:
             return plan
-        best, least, rows = plan, self.step_seconds(plan) * (1 - self.settings.min_gain), row_counts(plan)
+        best, least, rows = plan, self.step_seconds(plan) * (1 - self.settings.min_gain), plan.holding.row_counts
         alike = rows.max() - rows.min() <= _ALIKE * rows.max()  # then there is but one way
         for together in (False,) if alike else (False, True):
             tried = plan.with_moves({part.kind.name: self._moves(plan, part, together)
@@ -62,7 +62,7 @@ class Cad:
 
     def step_seconds(self, plan: PackPlan) -> float:
         """Of the slowest rank: all layers of a step, without the head."""
-        rows, times, pace = row_counts(plan), attention_passes(plan, self), row_pace(plan, self.device, self.tp)
+        rows, times, pace = plan.holding.row_counts, attention_passes(plan, self), row_pace(plan, self.device, self.tp)
         total = rows * self.row_seconds
         for part in self.shape.attention:
             name = part.kind.name
@@ -75,7 +75,7 @@ class Cad:
 
     def _moves(self, plan: PackPlan, part: AttentionLayers, together: bool) -> Moves:
         near = plan.world * self.tp <= self.device.node
-        beside = row_counts(plan) * (self.row_seconds / self.shape.layers / FEMTO)
+        beside = plan.holding.row_counts * (self.row_seconds / self.shape.layers / FEMTO)
         return disaggregate(
             plan, part.kind, plan.pieces[part.kind.name], layer_rates(self.cost, part, self.forwards),
             StepBytes.of(part, self.itemsize, self.gradient_itemsize, self.forwards),

@@ -87,13 +87,6 @@ def kind_counts(plan: PackPlan, kind: LayerKind) -> KindCounts:
                       moved.sum(0), moved.sum(1))
 
 
-def row_counts(plan: PackPlan) -> np.ndarray:
-    """int64 [N], rows of both streams that each rank computes."""
-    rows, blocks = np.array([int(runs.before[-1]) for runs in plan.holding.clean_runs]), plan.holding.blocks
-    np.add.at(rows, blocks.owner, blocks.end - blocks.start)
-    return rows
-
-
 def attended_pairs(geometry: Geometry, kind: LayerKind) -> int:
     """(query, key) pairs of a whole pack in one layer, both streams."""
     return int(cell_pairs(geometry, kind).sum() + block_pairs(geometry, kind).sum())

@@ -126,6 +126,13 @@ class Holding:
         texts = self.texts.of(rank)
         return union(texts.start, texts.end)
 
+    @cached_property
+    def row_counts(self) -> np.ndarray:
+        """int64 [world], rows of both streams that each rank computes."""
+        rows = np.array([int(runs.before[-1]) for runs in self.clean_runs])
+        np.add.at(rows, self.blocks.owner, self.blocks.end - self.blocks.start)
+        return rows
+
     def rank_rows(self, rank: int, needs_noised: bool) -> RankRows:
         """One rank's rows; ``needs_noised`` if some layer kind has no clean query rows."""
         blocks, clean = self.blocks.of(rank), self.clean_runs[rank].rows()
