@@ -13,6 +13,7 @@ import torch
 
 from csbp.bench.cases import StepCase, step_cases
 from csbp.bench.clock import by_rank, slowest, spread, time_parts
+from csbp.bench.idle import idle_fraction
 from csbp.bench.records import GIB, Report, check_out, slow_link
 from csbp.comm.transport import Counting
 from csbp.config.bench import BenchStepConfig
@@ -33,12 +34,12 @@ from csbp.plan.shapes import model_shape
 from csbp.plan_cli import plan_result
 from csbp.train.ready import build_on_meta
 from csbp.train.session import build_model, heed_determinism, make_ready
-from csbp.train.step import Noising, StepResult
+from csbp.train.step import Noising, StepResult, Work
 
 COLUMNS = {"step_ms": "step ms", "step_iqr_ms": "IQR ms", "predicted_step_ms": "predicted",
            "tokens_per_second": "clean tok/s", "useful_tflops": "TFLOP/s/GPU", "mfu": "MFU",
            "ratio_to_first": "/ first", "peak_gib": "peak GiB", "wire_gib": "wire GiB", "exposed_comm_ms": "exposed ms",
-           "exposed_comm_fraction": "exposed"}
+           "exposed_comm_fraction": "exposed", "idle_fraction": "idle"}
 
 
 def run_step(words: Sequence[str], *, json_only: bool = False, out: str = "") -> int:
@@ -146,18 +147,21 @@ def measure_variant(runtime: Runtime, bench: BenchStepConfig, config: RunConfig)
     optimizer, runner = make_ready(config, runtime, adapter, model)
     mask = rows - 1 if config.model.mask_token_id is None else config.model.mask_token_id
     noising = Noising(config.objective, config.noise, mask, config.seed)
-    packs = [synthetic_packs(config, rows - 1, step) for step in range(bench.warmup + bench.repeats)]
     results: list[StepResult] = []
     transport = runtime.transport
     assert isinstance(transport, Counting)
+
+    def prepare(turn: int) -> list[Work]:
+        return runner.prepare(synthetic_packs(config, rows - 1, turn), noising, turn)
+
+    ahead = [prepare(0)]
 
     def run(turn: int) -> Iterator[None]:
         if turn == bench.warmup:
             transport.waits = [] if cuda else None
             if cuda:
                 torch.cuda.reset_peak_memory_stats(runtime.device)
-        works = runner.prepare(packs[turn], noising, turn)
-        result = runner.run(works, train=True)
+        result = runner.run(ahead.pop(), train=True, meanwhile=lambda: ahead.append(prepare(turn + 1)))
         results.append(runner.update(result, optimizer, config.optim.clip_norm))
         yield
 
@@ -171,6 +175,7 @@ def measure_variant(runtime: Runtime, bench: BenchStepConfig, config: RunConfig)
         waited = float(by_rank(runtime, [sum(a.elapsed_time(b) for a, b in waits) / len(timed)]).mean())
     last = timed[-1]
     seconds = step.median / 1e3
+    idle = idle_fraction(runtime, lambda: next(run(len(results))))
     peak = by_rank(runtime, [torch.cuda.max_memory_allocated(runtime.device) / GIB]).max() if cuda else None
     known = cuda and "H200" in torch.cuda.get_device_name(runtime.device)
     return {"parameters": parameters, "steps": len(timed), "step_ms": step.median, "step_iqr_ms": step.iqr,
@@ -179,7 +184,7 @@ def measure_variant(runtime: Runtime, bench: BenchStepConfig, config: RunConfig)
             "mfu": utilisation(last.model_flops, seconds, runtime.world, DEVICES["h200"].peak) if known else None,
             "peak_gib": None if peak is None else float(peak), "wire_gib": last.wire_bytes / GIB,
             "wire_bytes": last.wire_bytes, "exposed_comm_ms": waited, "exposed_comm_fraction": waited / step.median,
-            "loss": last.loss}
+            "idle_fraction": idle, "loss": last.loss}
 
 
 def synthetic_packs(config: RunConfig, vocabulary: int, step: int) -> list[PackedBatch]:

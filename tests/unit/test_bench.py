@@ -17,6 +17,7 @@ from oracle import dense_mask
 from csbp.attention import core, reference
 from csbp.bench.cases import attention_cases, step_cases
 from csbp.bench.clock import spread
+from csbp.bench.idle import covered
 from csbp.bench.packs import document_lengths, geometry_of
 from csbp.bench.presets import read_preset
 from csbp.bench.records import keep_rows, read_rows
@@ -262,3 +263,8 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = answer(capsys, "attention", *SMALL, "lengths=[16]", "name=mine")
     assert code == 0 and "mine, 16, reference" in out and "fwd+bwd TFLOP/s" in out and "torch" in out
     assert "measuring mine" in err and "/ causal" not in out  # nothing to show in that column
+
+
+def test_spans_that_overlap_count_once() -> None:
+    assert covered([(5, 6), (0, 2), (1, 3), (1, 2), (3, 3.5)]) == 4.5
+    assert covered([]) == 0
