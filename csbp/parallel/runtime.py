@@ -168,6 +168,27 @@ def mesh_sizes(config: ParallelConfig, world: int) -> tuple[int, int, int]:
     return axis_sizes(config)
 
 
+def make_transport(ranks: np.ndarray, device: torch.device, timeout: timedelta) -> Transport:
+    """What moves rows among the ranks of this rank's line of [lines, ranks, lines]. Collective.
+
+    Its groups are its own, whatever other axes they span: rows do not queue behind FSDP's traffic. On GPUs their
+    streams come first, or an exchange would have to wait for the attention that is to hide it to leave it a
+    multiprocessor.
+    """
+    mine: Transport = LocalTransport()
+    if ranks.shape[1] == 1:
+        return mine
+    for line in ranks.swapaxes(1, 2).reshape(-1, ranks.shape[1]).tolist():
+        options = None
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options._timeout = timeout
+        group = dist.new_group(line, timeout, pg_options=options, group_desc="rows")
+        if dist.get_rank() in line:
+            mine = ProcessGroupTransport(group)
+    return mine
+
+
 def start_runtime(config: ParallelConfig, run_dir: Callable[[], Path],
                   prepare_host: Callable[[], None] | None = None, pooled: bool = False) -> Runtime:
     """Join the other ranks, as RANK, WORLD_SIZE and LOCAL_RANK say (one rank where they are unset).
@@ -202,12 +223,10 @@ def start_runtime(config: ParallelConfig, run_dir: Callable[[], Path],
             "nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world, store=store, timeout=timeout,
             device_id=device if device.type == "cuda" else None)
     # Two views of the same ranks: rows travel along csbp; weights are sharded over dp x csbp, copies apart.
-    rows = init_device_mesh(device.type, (dp, csbp, tp), mesh_dim_names=("dp", "csbp", "tp"))
+    transport = make_transport(np.arange(world).reshape((1, -1, tp) if pooled else (dp, csbp, tp)), device, timeout)
     copies = config.dp_replicate
     weights = init_device_mesh(device.type, (copies, world // tp // copies, tp),
                                mesh_dim_names=("replicate", "shard", "tp"))
-    axis = rows["dp", "csbp"]._flatten() if pooled else rows["csbp"]
-    transport: Transport = ProcessGroupTransport(axis.get_group()) if axis.size() > 1 else LocalTransport()
     runtime = Runtime(rank, world, local_rank, device, dp, csbp,
                       weights["shard"] if copies == 1 else weights["replicate", "shard"], transport, Path(),
                       scheme="csbp" if config.kind == "data" else config.kind, exchange=config.exchange,
