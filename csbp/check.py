@@ -23,10 +23,11 @@ from csbp.data.batch import PackedBatch
 from csbp.data.packs import PackStream
 from csbp.data.tokenizer import next_free_id
 from csbp.errors import ConfigError
-from csbp.memory import estimate_memory, free_memory, refuse_without_room
+from csbp.memory import count_parameters, expected_memory, free_memory, refuse_without_room
 from csbp.memory import size_text as _size
 from csbp.output import called_as
 from csbp.parallel.runtime import choose_device, mesh_sizes
+from csbp.plan.remedies import fullest
 from csbp.rundir import check_run_dir
 from csbp.train.ready import ReadyModel, check_kernels, check_model, open_data
 
@@ -173,36 +174,32 @@ def _block_text(pack: PackedBatch, begin: int, end: int, tokenizer: PreTrainedTo
 
 def _check_memory(config: RunConfig, ready: ReadyModel, stream: PackStream, device: torch.device | None,
                   out: Console) -> None:
-    adapter, model, rows = ready.adapter, ready.model, ready.rows
-    world, share = config.parallel.nproc, stream.totals.supervised / stream.totals.tokens
-    csbp = mesh_sizes(config.parallel, world)[1]
-    targets = -(-int(config.data.seq_len * share) // csbp)
-    noised = 0 if config.objective.kind == "autoregressive" else targets
-    need = estimate_memory(model, adapter.units(model), world=world, rows=-(-config.data.seq_len // csbp) + noised,
-                           loss_rows=targets, vocabulary=rows,
-                           hidden=model.get_input_embeddings().embedding_dim,  # type: ignore[operator]
-                           compute=torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32,
-                           tp=config.parallel.tp, copies=config.parallel.dp_replicate, plan=adapter.tp_plan(model),
-                           logit_rows=config.train.logit_rows)
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    parallel, adapter, model = config.parallel, ready.adapter, ready.model
+    has = count_parameters(model, adapter.units(model), parallel.tp, adapter.tp_plan(model))
+    need = expected_memory(config, ready.shape, has, stream, "cpu" if device is not None and device.type == "cpu" else
+                           "h200")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", parallel.nproc))
     there, host = None, free_memory(torch.device("cpu"))
     if device is not None:
         there = free_memory(device) if device.type == "cuda" else host // here
-    out.print(_heading("Memory of one rank (weights, gradients and optimizer are exact, the rest is rough)"))
+    out.print(_heading("Memory of the fullest rank (weights, gradients and optimizer are exact, the rest is rough)"))
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")
-    for name in ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "total"):
-        table.add_row(f"  {name}", _size(getattr(need, name)))
+    total = float(need.total.max())
+    for name, size in {**fullest(need), "at once": total}.items():
+        table.add_row(f"  {name}", _size(size))
     table.add_row("  free", "not known here" if there is None else _size(there))
     out.print(table)
     if there is None:
         return
-    refuse_without_room(world, need.certain, there)
-    if need.total > there:
-        _warn(out, "this may not fit; lower data.seq_len, or raise parallel.csbp")
-    if need.loading * here > host:
-        _warn(out, f"every rank first builds the whole model: {_size(need.loading * here)} of host memory for {here} "
+    refuse_without_room(parallel.nproc, need.certain, there)
+    if total > there:
+        less = "" if parallel.checkpointing == "full" else ", or set parallel.checkpointing=full"
+        _warn(out, f"this may not fit; lower data.seq_len, raise parallel.csbp{less}")
+    loading = 4 * sum(p.numel() for p in model.parameters())  # in float32
+    if loading * here > host:
+        _warn(out, f"every rank first builds the whole model: {_size(loading * here)} of host memory for {here} "
                    f"ranks, {_size(host)} are free")
 
 

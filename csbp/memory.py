@@ -1,6 +1,6 @@
-"""How much memory a rank will need, from shapes alone.
+"""How much memory a rank will need: the parameters of the model as it is, and a plan of the packs that come first.
 
-Legend: S local rows, E rows with logits, V vocabulary.
+What is counted, and how, is that of ``csbp plan`` (``plan.estimate``).
 """
 
 from __future__ import annotations
@@ -8,85 +8,68 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
-from csbp.config.schema import ParallelConfig
+from csbp.config.cad import pooled
+from csbp.config.mesh import axis_sizes
+from csbp.config.schema import ParallelConfig, RunConfig
+from csbp.data.batch import PackedBatch, empty_batch, join
+from csbp.data.packs import PackStream
+from csbp.diffusion.build import build_layout
 from csbp.errors import ConfigError
 from csbp.parallel.runtime import choose_device
 from csbp.parallel.tensor import part_of
-from csbp.plan.estimate import loss_bytes
+from csbp.plan.cad import cad_of
+from csbp.plan.counts import count_plan
+from csbp.plan.estimate import Memory, Parameters, Settings, predict_memory
+from csbp.plan.forecast import Case, plan_case
+from csbp.plan.shapes import ModelShape
 
-# Beside the inputs and outputs of its linear layers, a decoder layer keeps norms, rotated queries and keys and the
-# activation function for its backward; about half as much again.
-_BESIDE_LINEAR = 1.5
+_PACKS = 8  # of the first step that are planned, where each is planned alone
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes of one rank. The first three are exact, the others rough.
+def expected_memory(config: RunConfig, shape: ModelShape, parameters: Parameters | None, stream: PackStream,
+                    device: str) -> Memory:
+    """Of the ranks in the first step, planned as training plans it: of the pack that takes most, of at most eight, or
+    of those of all replicas where they are planned as one.
 
-    Attributes:
-        weights, gradients, optimizer: this rank's float32 shards.
-        gathered: the unit being computed and the one after it, and what belongs to no unit, whole.
-        activations: kept for the backward of one pack.
-        logits: of as many rows as have them at once, and what else the loss takes (``plan.estimate.loss_bytes``).
-        loading: the whole float32 model, which every rank builds before it keeps its shard (host memory).
+    Args:
+        shape: of the whole model.
+        parameters: as ``predict_memory`` has them.
+        stream: the training packs.
+        device: name in ``plan.estimate.DEVICES`` of what ranks compute on.
     """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    gathered: int
-    activations: int
-    logits: int
-    loading: int
-
-    @property
-    def certain(self) -> int:
-        """What no setting of the data changes."""
-        return self.weights + self.gradients + self.optimizer
-
-    @property
-    def total(self) -> int:
-        """All that is there at once in a step."""
-        return self.certain + self.gathered + self.activations + self.logits
+    (replicas, ranks, _), together, parallel = axis_sizes(config.parallel), pooled(config), config.parallel
+    packs, _ = stream.take(stream.first(), min(config.train.packs_per_step, replicas if together else _PACKS))
+    groups: list[list[PackedBatch]] = [[pack] for pack in packs]
+    if together:
+        groups = [packs + [empty_batch()] * (replicas - len(packs))]
+    cad, settings, found = cad_of(config, shape, device), Settings.of(config, device), []
+    for group in groups:
+        geometry = build_layout(join(group), config.objective, config.noise, mask_token_id=0, seed=config.seed,
+                                step=0).geometry
+        case = Case.of(config, shape, geometry, tuple(len(pack.sample_ids) for pack in group) if together else ())
+        plan = plan_case(case, parallel.kind, ranks, parallel.exchange)
+        counts = count_plan(cad.moved(plan) if cad else plan)
+        found.append(predict_memory(shape, counts, case.loss_rows(counts), settings, parameters))
+    return max(found, key=lambda memory: float(memory.total.max()))
 
 
-def estimate_memory(model: nn.Module, units: Sequence[nn.Module], *, world: int, rows: int, loss_rows: int,
-                    vocabulary: int, hidden: int, compute: torch.dtype, tp: int = 1, copies: int = 1,
-                    plan: Mapping[str, str] | None = None, logit_rows: int | None = None) -> MemoryEstimate:
-    """Of one rank with AdamW, each copy of the weights sharded over its ranks and no activation checkpointing.
+def count_parameters(model: nn.Module, units: Sequence[nn.Module], tp: int = 1,
+                     plan: Mapping[str, str] | None = None) -> Parameters:
+    """What one rank of a tp axis has of a model.
 
     Args:
         model: on any device, also meta.
         units: its decoder layers, which are gathered one by one.
-        world: all ranks.
-        rows: S, clean and noised rows of a pack on one rank.
-        loss_rows: E on one rank.
-        vocabulary, hidden: V, and the channels that go into the head.
-        compute: dtype of the forward.
         tp, plan: ranks that share the heads of the same rows, and how the family splits its matrices over them.
-        copies: ``parallel.dp_replicate``.
-        logit_rows: ``train.logit_rows``.
     """
     cut = _cuts(model, tp, plan)
-    parameters, in_units = _held(model, cut), [_held(unit, cut) for unit in units]
-    shards = world // tp // copies
-    shard = -(-parameters // shards)
-    width = sum(layer.in_features // cut[id(layer)][0] + layer.out_features // cut[id(layer)][1]
-                for unit in units for layer in unit.modules() if isinstance(layer, nn.Linear))
-    gathered = parameters - sum(in_units) + 2 * max(in_units, default=0)
-    return MemoryEstimate(
-        weights=4 * shard, gradients=4 * shard, optimizer=8 * shard,
-        gathered=compute.itemsize * gathered if shards > 1 or compute != torch.float32 else 0,
-        activations=round(_BESIDE_LINEAR * rows * width * compute.itemsize),
-        logits=int(loss_bytes(np.array(loss_rows), vocabulary // tp, hidden, compute.itemsize, logit_rows)),
-        loading=4 * sum(p.numel() for p in model.parameters()))
+    total, layers = _held(model, cut), [_held(unit, cut) for unit in units]
+    return Parameters(total, total - sum(layers), max(layers, default=0))
 
 
 def _cuts(model: nn.Module, tp: int, plan: Mapping[str, str] | None) -> dict[int, tuple[int, int]]:
@@ -118,8 +101,8 @@ def expect_room(model: nn.Module, parallel: ParallelConfig, plan: Mapping[str, s
     refuse_without_room(parallel.nproc, 16 * shard, _room_of_rank(parallel))
 
 
-def refuse_without_room(world: int, need: int, there: int) -> None:
-    """Refuse where ``need`` bytes, ``MemoryEstimate.certain``, are more than ``there`` are.
+def refuse_without_room(world: int, need: float, there: int) -> None:
+    """Refuse where ``need`` bytes, ``Memory.certain``, are more than ``there`` are.
 
     Raises:
         ConfigError: naming both.

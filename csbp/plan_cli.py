@@ -35,7 +35,6 @@ from csbp.plan.shapes import model_shape
 
 _KINDS = ("csbp", "context", "block", "data")
 _BUILTIN = "builtin:"
-_ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 
 def run_plan(words: Sequence[str], *, json_only: bool = False, picture: str = "") -> int:
@@ -87,7 +86,7 @@ def plan_result(config: RunConfig) -> PlanResult:
     Raises:
         ConfigError: sizes are missing, the lengths cannot be read, or the ranks do not fit the pack.
     """
-    parallel, objective, noise = config.parallel, config.objective, config.noise
+    parallel, objective = config.parallel, config.objective
     shape = model_shape(_config_fields(config), objective.clean_stream)
     expect_window(config.model.shape, shape.kinds)
     check_split(parallel.tp, shape)
@@ -95,10 +94,8 @@ def plan_result(config: RunConfig) -> PlanResult:
     packs, diffusion = planned_packs(config), objective.kind == "block_diffusion"
     lengths = [length for pack in packs for length in pack]
     check_size(lengths, objective.block_size, shape)
-    case = Case(shape, whole_pack(lengths, objective.block_size, noised=diffusion),
-                hidden=(noise.t_min + noise.t_max) / 2 if diffusion else 0.0,
-                next_token=not diffusion or objective.ar_weight > 0,
-                packs=tuple(map(len, packs)) if pooled(config) else ())
+    case = Case.of(config, shape, whole_pack(lengths, objective.block_size, noised=diffusion),
+                   tuple(map(len, packs)) if pooled(config) else ())
     ranks, world = axis_sizes(parallel)[1], parallel.nproc // parallel.tp
     blocks = min(sum(-(-length // objective.block_size) for length in pack) for pack in packs if pack)
     check_ranks(parallel, blocks, "the planned pack")
@@ -106,10 +103,7 @@ def plan_result(config: RunConfig) -> PlanResult:
     name = config.plan.device
     if name == "auto":
         name = "cpu" if parallel.device == "cpu" else "h200"
-    device, exchange = DEVICES[name], parallel.exchange
-    settings = Settings(parallel.nproc, parallel.checkpointing, _ITEMSIZE[config.train.dtype],
-                        config.train.logit_rows, parallel.offload, 4 if parallel.gradient_wire == "float32" else None,
-                        parallel.tp, parallel.dp_replicate)
+    device, exchange, settings = DEVICES[name], parallel.exchange, Settings.of(config, name)
     # Beside "data" the others are shown with all ranks on the sequence axis, as far as there are blocks.
     axis = ranks if parallel.kind != "data" else min(world, blocks, MAX_AXIS)
     kinds = [kind for kind in (_KINDS if world > 1 else (parallel.kind,))

@@ -23,6 +23,7 @@ from csbp.attention import reference
 from csbp.attention.mask import IntervalMask
 from csbp.attention.wide_plan import Chunk, chunks_of
 from csbp.comm.upload import upload
+from csbp.plan.estimate import WIDE_DIMS, WIDE_TILES
 
 # Per launch of a kernel: steps of its sum, warps, stages of loading, columns of D at once.
 Launch = dict[str, int]
@@ -40,7 +41,7 @@ class Tuning:
 
     forward_tile: tuple[int, int] = (128, 128)
     backward_tile: tuple[int, int] = (128, 128)
-    chunk_tiles: int = 16384
+    chunk_tiles: int = WIDE_TILES
     programs: int = 256
     scores: Launch = field(default_factory=lambda: {"BK": 64, "num_warps": 8, "num_stages": 3})
     score_grads: Launch = field(default_factory=lambda: {"BK": 64, "num_warps": 8, "num_stages": 3})
@@ -61,7 +62,7 @@ def unusable(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: 
         return "it needs a Hopper GPU or a newer one"
     if dtype not in _STEP:
         return f"it computes in half precision, not in {dtype}"
-    if key_dim != value_dim or key_dim % 8 or not 256 < key_dim <= 512:
+    if key_dim != value_dim or key_dim not in WIDE_DIMS:
         return f"it takes head dims above 256, to 512, that are multiples of 8, not {key_dim} and {value_dim}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"

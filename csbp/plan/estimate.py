@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from csbp.config.schema import RunConfig
 from csbp.plan.counts import PlanCounts
 from csbp.plan.shapes import AttentionLayers, ModelShape
 from csbp.plan.split import split_shape
@@ -20,6 +21,9 @@ _BESIDE_LINEAR = 1.5
 _LOGIT_BYTES = 256 << 20  # of the logits that exist at once, where no number of rows is asked for
 _LOGIT_ROWS = 64  # and then rows come in multiples of this
 _MASTER = 4  # bytes of a float32 number: weights, gradients, and twice for AdamW
+_TILE = 128  # query rows, and keys, of a tile of scores
+WIDE_DIMS = range(264, 513, 8)  # head dims of the wide backend
+WIDE_TILES = 16384  # tiles of scores, over all heads, that it has in memory at once
 
 
 def logit_rows(vocabulary: int, itemsize: int, asked: int | None = None) -> int:
@@ -82,6 +86,7 @@ class Settings:
         gradient_itemsize: bytes of a number of dK and dV on the wire; None: as ``itemsize``.
         tp: ranks that share the heads of the same rows.
         copies: ``parallel.dp_replicate``, whole sets of the sharded weights.
+        wide: heads of ``WIDE_DIMS`` go through the wide backend.
     """
 
     world: int
@@ -92,6 +97,30 @@ class Settings:
     gradient_itemsize: int | None = None
     tp: int = 1
     copies: int = 1
+    wide: bool = False
+
+    @classmethod
+    def of(cls, config: RunConfig, device: str) -> Settings:
+        """A run's, on the device of that name in ``DEVICES``."""
+        parallel, half = config.parallel, config.train.dtype == "bfloat16"
+        return cls(parallel.nproc, parallel.checkpointing, 2 if half else 4, config.train.logit_rows, parallel.offload,
+                   4 if parallel.gradient_wire == "float32" else None, parallel.tp, parallel.dp_replicate,
+                   wide=half and device == "h200" and config.attention.backend in ("auto", "wide"))
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How many one rank of a tp axis has, before they are sharded.
+
+    Attributes:
+        total: all.
+        ends: of no decoder layer: embedding and head.
+        layer: of the largest decoder layer.
+    """
+
+    total: int
+    ends: int
+    layer: int
 
 
 @dataclass(frozen=True)
@@ -103,6 +132,7 @@ class Memory:
         gathered: the layer being computed and the next one, embedding and head, whole.
         activations: float64 [N], kept for the backward (offloaded: of two layers), and one layer computed again.
         keys: float64 [N], received keys and values of one layer and their gradients, and query rows that move.
+        workspace: float64 [N], scores of one layer that the wide backend has in memory.
         logits: float64 [N], and what else the loss takes (``loss_bytes``); where query rows move also the memory for
             what travels, which stays.
     """
@@ -113,22 +143,35 @@ class Memory:
     gathered: float
     activations: np.ndarray
     keys: np.ndarray
+    workspace: np.ndarray
     logits: np.ndarray
 
     @property
+    def certain(self) -> float:
+        """What no pack changes."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
     def total(self) -> np.ndarray:
-        """float64 [N]. Logits and received keys are never there together."""
-        fixed = self.weights + self.gradients + self.optimizer + self.gathered
-        return fixed + self.activations + np.maximum(self.keys, self.logits)
+        """float64 [N]. Logits are never there together with a layer's keys and scores."""
+        return self.certain + self.gathered + self.activations + np.maximum(self.keys + self.workspace, self.logits)
 
 
-def predict_memory(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray, settings: Settings) -> Memory:
-    """Peak bytes of each rank, with AdamW and every parameter sharded over the ranks of its copy (FSDP2, a tp axis)."""
+def predict_memory(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray, settings: Settings,
+                   parameters: Parameters | None = None) -> Memory:
+    """Peak bytes of each rank, with AdamW and every parameter sharded over the ranks of its copy (FSDP2, a tp axis).
+
+    Args:
+        shape: of the whole model.
+        loss_rows: [N], rows whose logits each rank needs.
+        parameters: of the model as it is; None: its matrices, by its shape.
+    """
     item, shards = settings.itemsize, settings.world // settings.tp // settings.copies
     shape = split_shape(shape, settings.tp)
-    shard = -(-shape.parameters // shards)
-    ends = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden
-    gathered = item * (ends + 2 * shape.largest_layer) if shards > 1 or item != _MASTER else 0
+    has = parameters or Parameters(shape.parameters, (1 if shape.tied else 2) * shape.vocabulary * shape.hidden,
+                                   shape.largest_layer)
+    shard = -(-has.total // shards)
+    gathered = item * (has.ends + 2 * has.layer) if shards > 1 or item != _MASTER else 0
     layers = [_kept(shape, part, settings) for part in shape.attention]
     counted = zip(shape.attention, layers, strict=True)
     kept = 2 * max(layers) if settings.offload else sum(part.count * layer for part, layer in counted)
@@ -136,11 +179,12 @@ def predict_memory(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray,
     if settings.checkpointing != "none":
         again = max(_BESIDE_LINEAR * shape.row_width(part) * item for part in shape.attention)
     far = np.stack([_travelling(counts, part, settings) for part in shape.attention]).max(0)
+    scores = np.stack([_scores(counts, part, settings) for part in shape.attention]).max(0)
     stays = np.stack([buffer_bytes(counts.kinds[part.kind.name], counts.clean, part, item, settings.gradient_itemsize)
                       for part in shape.attention]).max(0)
     return Memory(
         weights=_MASTER * shard, gradients=_MASTER * shard, optimizer=2 * _MASTER * shard, gathered=gathered,
-        activations=counts.rows * (kept + again), keys=far,
+        activations=counts.rows * (kept + again), keys=far, workspace=scores,
         logits=loss_bytes(loss_rows, shape.vocabulary, shape.hidden, item, settings.logit_rows) + stays)
 
 
@@ -158,6 +202,15 @@ def _travelling(counts: PlanCounts, part: AttentionLayers, settings: Settings) -
     # Lent rows as they leave, with the gradient and the output that they are made of, and the gradients that come back.
     lent = kind.lent * (row["queries"] + 2 * _MASTER * numbers + row["query_gradients"])
     return np.asarray(keys + guests + lent, np.float64)
+
+
+def _scores(counts: PlanCounts, part: AttentionLayers, settings: Settings) -> np.ndarray:
+    """Bytes, float64 [N], of the scores that the wide backend has in memory in the backward of one layer, and their
+    gradients: of all tiles, where they are few."""
+    rows, keys = counts.rows, counts.rows + counts.kinds[part.kind.name].received
+    tiles = np.minimum(part.heads * -(-rows // _TILE) * -(-keys // _TILE), WIDE_TILES)
+    used = settings.wide and part.head_dim in WIDE_DIMS
+    return np.asarray(2.0 * settings.itemsize * _TILE**2 * tiles * used, np.float64)
 
 
 def _kept(shape: ModelShape, part: AttentionLayers, settings: Settings) -> float:

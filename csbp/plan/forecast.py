@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from csbp.config.schema import RunConfig
 from csbp.plan.counts import PlanCounts, count_plan
 from csbp.plan.estimate import Device, Memory, Settings, predict_memory
 from csbp.plan.geometry import Geometry
@@ -37,6 +38,13 @@ class Case:
     hidden: float
     next_token: bool
     packs: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, config: RunConfig, shape: ModelShape, geometry: Geometry, packs: tuple[int, ...] = ()) -> Case:
+        """What a run trains."""
+        noise, diffusion = config.noise, config.objective.kind == "block_diffusion"
+        return cls(shape, geometry, (noise.t_min + noise.t_max) / 2 if diffusion else 0.0,
+                   not diffusion or config.objective.ar_weight > 0, packs)
 
     @property
     def together(self) -> int:

@@ -29,11 +29,13 @@ class Remedy:
 
 
 def fullest(memory: Memory) -> dict[str, float]:
-    """What lies on the fullest rank -> bytes. Received keys and the loss are never there together."""
+    """What lies on the fullest rank -> bytes. The loss is never there together with received keys and scores."""
     rank = int(memory.total.argmax())
+    scores = float(memory.workspace[rank])
     return {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer,
             "gathered layers": memory.gathered, "activations": float(memory.activations[rank]),
-            "received keys": float(memory.keys[rank]), "loss": float(memory.logits[rank])}
+            "received keys": float(memory.keys[rank]), **({"attention scores": scores} if scores else {}),
+            "loss": float(memory.logits[rank])}
 
 
 def remedies(case: Case, found: Forecast, settings: Settings, device: Device, exchange: str) -> list[Remedy]:

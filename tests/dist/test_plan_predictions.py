@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from csbp.config.schema import OptimConfig, ParallelConfig
-from csbp.memory import estimate_memory
+from csbp.memory import count_parameters
 from csbp.models.registry import get_adapter
 from csbp.observe.accounting import exact_bytes
 from csbp.parallel.apply import parallelize
 from csbp.parallel.runtime import start_runtime
-from csbp.plan.estimate import DEVICES, Settings
+from csbp.plan.estimate import DEVICES, Settings, predict_memory
 from csbp.plan.forecast import Case, forecast, whole_pack
 from csbp.plan.shapes import ModelShape, model_shape
 from csbp.train.optimizer import build_optimizer
@@ -83,16 +83,16 @@ def test_shards_and_bytes_sent_are_those_of_the_plan(ranks, checkpointing):
 
 
 def test_a_copy_of_the_weights_is_a_ranks_own(ranks):
-    """Two copies on two ranks: a rank holds all of one, as both estimates say."""
-    pack = whole_pack(LENGTHS, BLOCK, noised=True)
+    """Two copies on two ranks: a rank holds all of one, by the shape nearly and by the model exactly."""
+    pack, settings = whole_pack(LENGTHS, BLOCK, noised=True), Settings(WORLD, "none", 4, copies=2)
     case = Case(model_shape(SIZES, "block_causal"), pack, hidden=0.5, next_token=False)
-    found = forecast(case, "csbp", 1, Settings(WORLD, "none", 4, copies=2), DEVICES["cpu"]).memory
+    found = forecast(case, "csbp", 1, settings, DEVICES["cpu"])
     adapter = get_adapter("qwen3")
     model = adapter.build(None, SIZES, torch.float32)
-    need = estimate_memory(model, adapter.units(model), world=WORLD, copies=2, rows=1, loss_rows=1, vocabulary=VOCAB,
-                           hidden=192, compute=torch.float32)
+    need = predict_memory(case.shape, found.counts, found.loss_rows, settings,
+                          count_parameters(model, adapter.units(model)))
     for rank in ranks(WORLD, real_step, "none", 2):
         for name in ("weights", "gradients", "optimizer"):
-            held = getattr(rank, name)
-            assert getattr(need, name) == held and getattr(found, name) <= held <= 1.003 * getattr(found, name)
-    assert need.gathered == found.gathered == 0  # nothing to fetch, nothing to convert
+            held, planned = getattr(rank, name), getattr(found.memory, name)
+            assert getattr(need, name) == held and planned <= held <= 1.003 * planned
+    assert need.gathered == found.memory.gathered == 0  # nothing to fetch, nothing to convert

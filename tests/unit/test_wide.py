@@ -14,6 +14,12 @@ import torch
 from csbp.attention import core, flash, flex, wide
 from csbp.attention.mask import IntervalMask, Ranges
 from csbp.attention.wide_plan import Chunk, Chunks, chunks_of
+from csbp.plan.counts import count_plan
+from csbp.plan.estimate import Settings, predict_memory
+from csbp.plan.forecast import whole_pack
+from csbp.plan.geometry import LayerKind
+from csbp.plan.plan import PackPlan
+from csbp.plan.shapes import AttentionLayers, ModelShape
 
 BOUND = 1.5e-3  # half precision has 11 bits
 
@@ -118,6 +124,23 @@ def test_says_why_it_cannot(monkeypatch: pytest.MonkeyPatch, capability: tuple[i
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if triton else None)
     assert word in wide.unusable(torch.device("cuda"), dtype, *dims)
     assert "GPU" in wide.unusable(torch.device("cpu"), torch.float16, 512, 512)
+
+
+@pytest.mark.parametrize(("tokens", "heads", "bytes_of_tile"), [(1000, 2, (0.2, 1.0)), (60000, 16, (1.0, 1.05))])
+def test_the_estimated_workspace_is_the_one_of_a_backward(tokens: int, heads: int,
+                                                          bytes_of_tile: tuple[float, float]) -> None:
+    """All tiles where they are few, though not all are seen; else chunks of one size."""
+    part = AttentionLayers(LayerKind(), 1, heads, heads, 512)
+    plan = PackPlan(whole_pack([tokens], 32, noised=True), (part.kind,), 1)
+    here = plan.rank_plan(0).kinds["full"].here
+    job = wide.Tuning()
+    found = chunks_of((here.prefix_start, here.prefix_end, here.block_start, here.block_end), 2 * tokens,
+                      job.backward_tile, max(1, job.programs // (heads * 2)), job.chunk_tiles // heads)
+    shape = ModelShape((part,), 64, 0, 100, True)
+    said = [predict_memory(shape, count_plan(plan), np.zeros(1), settings).workspace[0]
+            for settings in (Settings(1, "none", 2, wide=True), Settings(1, "none", 2))]
+    low, high = bytes_of_tile
+    assert low * said[0] <= 2 * 2 * heads * found.capacity * 128 * 128 <= high * said[0] and said[1] == 0
 
 
 def test_no_rows_and_no_keys() -> None:
