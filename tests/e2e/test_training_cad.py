@@ -73,3 +73,11 @@ def test_goes_on_without_and_over_replicas(ranks: Any, corpus: Path, tmp_path: P
     assert ranks(4, train_here, run(corpus, tmp_path, cad=cad(corpus, "dp"), parallel={"csbp": 1},
                                     resume="auto")) == [0] * 4
     np.testing.assert_allclose(losses(tmp_path), losses(without), rtol=1e-5)
+
+
+@pytest.mark.timeout(900)  # compiling for four ranks at once
+@pytest.mark.parametrize("pool", ["csbp", "dp"])
+def test_compiled_layers_agree(ranks: Any, corpus: Path, tmp_path: Path, without: Path, pool: str) -> None:
+    asked = run(corpus, tmp_path, cad=cad(corpus, pool), parallel={"csbp": 2, "compile": True})
+    assert ranks(4, train_here, asked, timeout=800) == [0] * 4
+    np.testing.assert_allclose(losses(tmp_path), losses(without), rtol=1e-5)
