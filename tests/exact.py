@@ -6,6 +6,8 @@ tiny one, in float64. Shapes: S local rows of a rank, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,8 +34,11 @@ from csbp.models.registry import get_adapter
 from csbp.parallel.apply import parallelize
 from csbp.parallel.runtime import start_runtime
 from csbp.plan.cad import cad_of
-from csbp.plan.plan import plan_rank
-from csbp.plan.shapes import model_shape
+from csbp.plan.counts import kind_counts
+from csbp.plan.plan import PackPlan, plan_rank
+from csbp.plan.shapes import ModelShape, model_shape
+from csbp.plan.split import split_shape
+from csbp.plan.wire import row_bytes, sent_rows
 from csbp.train.scatter import scatter
 from csbp.train.step import Noising, StepRunner, Work
 
@@ -70,7 +75,8 @@ class Share:
         logits: [S, V] of those rows.
         asked: rows with a loss, over all micro-batches.
         sent_rows, sent_bytes: by label, of the step alone.
-        planned_rows: the same according to the plans.
+        plans: of its micro-batches, for all ranks that share them.
+        planned_rows, planned_bytes: what it sends according to them.
         grad_norm: as logged.
     """
 
@@ -83,7 +89,9 @@ class Share:
     asked: int
     sent_rows: dict[str, int]
     sent_bytes: dict[str, int]
-    planned_rows: dict[str, int]
+    plans: list[PackPlan]
+    planned_rows: Counter[str]
+    planned_bytes: Counter[str]
     grad_norm: float
 
 
@@ -136,7 +144,6 @@ def step_on_ranks(packs: Sequence[PackedBatch], how: Noising, csbp: int | None =
     run = RunConfig(parallel=config, cad=CadConfig(enabled=cad is not None, **cad or {}))
     runtime = start_runtime(config, lambda: Path("unused"), pooled=pooled(run))
     adapter, model = get_adapter("qwen3"), csbp_model(**shape or {})
-    layers = len(adapter.units(model))
     parallelize(model, adapter.units(model), config, runtime, torch.float64, adapter.tp_plan(model))
     sizes = model_shape(adapter.export_config(model, {}), how.objective.clean_stream)
     moving = cad_of(run, sizes, "cpu")
@@ -145,20 +152,21 @@ def step_on_ranks(packs: Sequence[PackedBatch], how: Noising, csbp: int | None =
                          gradient_itemsize=8)
     runner = StepRunner(model, adapter, runtime, "reference", sizes if moving else None, cad=moving,
                         overlap=run.cad.overlap != "none")
-    works = runner.prepare(packs, how, step=0)
+    plans, works = kept_plans(runner), runner.prepare(packs, how, step=0)
     if document is not None:
         alone = [only_document(work.layout, document) for work in works]
         works = [replace(work, layout=layout, batch=scatter(layout, work.plan.rank_plan.rows))
                  for work, layout in zip(works, alone, strict=True)]
     with exact_norms():
         result = runner.run(works, train=True)
-        sent_rows, sent_bytes = dict(runtime.transport.sent_rows), dict(runtime.transport.sent_bytes)
+        sent = dict(runtime.transport.sent_rows), dict(runtime.transport.sent_bytes)
         grads = {name: whole_tensor(p.grad) for name, p in model.named_parameters()}
         logits = [every_row(adapter, model, work) for work in works]
     return Share(result.loss, result.terms, result.supervised, grads if runtime.main else {},
                  [held_rows(work) for work in works], logits,
-                 sum(len(work.batch.loss_rows) for work in works), sent_rows, sent_bytes,
-                 planned_rows(works, layers), result.grad_norm)
+                 sum(len(work.batch.loss_rows) for work in works), *sent, plans,
+                 *planned(plans, runtime.plan_rank, split_shape(sizes, runtime.tp), config.checkpointing),
+                 result.grad_norm)
 
 
 def every_row(adapter: Any, model: nn.Module, work: Work) -> Tensor:
@@ -174,14 +182,39 @@ def held_rows(work: Work) -> np.ndarray:
     return np.concatenate([rows.clean, np.where(rows.noised < 0, -1, work.layout.geometry.num_clean + rows.noised)])
 
 
-def planned_rows(works: Sequence[Work], layers: int) -> dict[str, int]:
-    """Rows that the plans make this rank send in a step: K/V in the forward and again in the backward, then the
-    gradients of all rows that it received."""
-    plans = [kind for work in works for kind in work.plan.rank_plan.kinds.values()]
-    if not plans or plans[0].exchange.send_counts == () or len(plans[0].exchange.send_counts) == 1:
-        return {}
-    return {"keys": 2 * layers * sum(sum(p.exchange.send_counts) for p in plans),
-            "gradients": layers * sum(sum(p.exchange.receive_counts) for p in plans)}
+def kept_plans(runner: StepRunner) -> list[PackPlan]:
+    """A list that the runner's plans are put into as it makes them, one for each micro-batch."""
+    made, plan = [], runner._plan
+
+    def kept(*args: Any) -> PackPlan:
+        made.append(plan(*args))
+        return made[-1]
+
+    runner._plan = kept
+    return made
+
+
+def planned(plans: Sequence[PackPlan], rank: int, shape: ModelShape,
+            checkpointing: str = "none") -> tuple[Counter[str], Counter[str]]:
+    """Rows and bytes in float64, by label, that a rank sends in a step as ``csbp plan`` counts them, all layers of
+    every kind together. ``shape``: of one rank's heads."""
+    rows, sizes = Counter[str](), Counter[str]()
+    for plan, part in itertools.product(plans, shape.attention):
+        sent = sent_rows(kind_counts(plan, part.kind))
+        width = row_bytes(part.heads, part.kv_heads, part.head_dim, part.head_dim, 8)
+        for side, times in ((width.forward, 1 + (checkpointing == "full")), (width.backward, 1)):
+            for label, size in side.items():
+                number = times * part.count * int(sent[label][rank])
+                rows[label] += number
+                sizes[label] += number * size
+    return rows, sizes
+
+
+def assert_sent_as_planned(shares: Sequence[Share]) -> None:
+    """Each rank sent the rows and bytes of its plans and no others."""
+    for share in shares:
+        assert Counter(share.sent_rows) == share.planned_rows  # what is not there is 0
+        assert Counter(share.sent_bytes) == share.planned_bytes
 
 
 def expected(packs: Sequence[PackedBatch], how: Noising, **shape: Any) -> Answer:

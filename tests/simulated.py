@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from exact import Share, csbp_model, every_row, held_rows, planned_rows
+from exact import Share, csbp_model, every_row, held_rows, kept_plans, planned
 from oracle import exact_norms
 from torch import Tensor, nn
 
@@ -20,6 +20,7 @@ from csbp.comm.loopback import LoopbackTransport, LoopbackWorld, run_threads
 from csbp.data.batch import PackedBatch
 from csbp.models.registry import get_adapter
 from csbp.parallel.runtime import Runtime
+from csbp.plan.shapes import model_shape
 from csbp.train.step import Noising, StepRunner
 
 
@@ -62,17 +63,17 @@ def step_on_threads(world: int, packs: Sequence[PackedBatch], how: Noising, sche
     def work(transport: LoopbackTransport) -> SimulatedShare:
         own = model()
         runner = StepRunner(own, adapter, LoopbackRuntime(transport, scheme, exchange), "reference")
-        works = runner.prepare(packs, how, step=0)
+        plans, works = kept_plans(runner), runner.prepare(packs, how, step=0)
         result = runner.run(works, train=True)
-        sent_rows, sent_bytes = dict(transport.sent_rows), dict(transport.sent_bytes)
+        sent = dict(transport.sent_rows), dict(transport.sent_bytes)
         grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in own.named_parameters()}
         logits = [every_row(adapter, own, one) for one in works]
-        plans = [one.plan.rank_plan.rows for one in works]
+        held = [one.plan.rank_plan.rows for one in works]
+        shape = model_shape(adapter.export_config(own, {}), how.objective.clean_stream)
         return SimulatedShare(
             result.loss, result.terms, result.supervised, grads, [held_rows(one) for one in works], logits,
-            sum(len(one.batch.loss_rows) for one in works), sent_rows, sent_bytes,
-            planned_rows(works, len(adapter.units(own))), result.grad_norm,
-            [np.concatenate([rows.answers, rows.noised >= 0]) for rows in plans])
+            sum(len(one.batch.loss_rows) for one in works), *sent, plans, *planned(plans, transport.rank, shape),
+            result.grad_norm, [np.concatenate([rows.answers, rows.noised >= 0]) for rows in held])
 
     with exact_norms():  # patches the class, so once for all threads
         return run_threads(LoopbackWorld(world), work)

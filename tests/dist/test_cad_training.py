@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from exact import assert_exact, expected, noising, step_on_ranks
+from exact import assert_exact, assert_sent_as_planned, expected, noising, step_on_ranks
 from packs import make_pack
 
 from csbp.data.batch import join
@@ -30,11 +30,13 @@ def test_within_an_axis(ranks, world, block, options, cad):
     pack, how = make_pack([330, 20], seed=3), noising(block, **options)
     shares = ranks(world, partial(step_on_ranks, cad={**FREE, **cad}), [pack], how)
     assert_exact(shares, expected([pack], how), [[0]] * world)
-    assert sum(share.sent_rows.get("queries", 0) for share in shares) > 0
+    assert_sent_as_planned(shares)
+    assert sum(share.sent_rows["queries"] for share in shares) > 0
 
 
 @pytest.mark.parametrize(("csbp", "parallel"), [
-    pytest.param(2, {}, marks=pytest.mark.slow), (1, {"kind": "data"}), pytest.param(2, {"checkpointing": "full"}, marks=pytest.mark.slow),
+    pytest.param(2, {}, marks=pytest.mark.slow), (1, {"kind": "data"}),
+    pytest.param(2, {"checkpointing": "full"}, marks=pytest.mark.slow),
     pytest.param(1, {"kind": "data", "tp": 2}, marks=pytest.mark.slow)])
 def test_over_all_replicas(ranks, csbp, parallel):
     both, how = packs(), noising(64)
@@ -44,7 +46,8 @@ def test_over_all_replicas(ranks, csbp, parallel):
         assert_exact(shares, answer, [[0]] * 4)
     else:
         assert all(abs(share.loss - answer.loss) <= 1e-10 for share in shares)
-    assert sum(share.sent_rows.get("queries", 0) for share in shares) > 0
+    assert_sent_as_planned(shares)
+    assert sum(share.sent_rows["queries"] for share in shares) > 0
 
 
 @pytest.mark.slow
@@ -54,3 +57,4 @@ def test_a_step_that_is_a_pack_short(ranks):
     shares = ranks(2, partial(step_on_ranks, csbp=1, parallel={"kind": "data"}, cad={**FREE, "pool": "dp"}), three, how)
     answer = expected([join(three[:2]), three[2]], how)
     assert_exact(shares, answer, [[0, 1]] * 2)
+    assert_sent_as_planned(shares)

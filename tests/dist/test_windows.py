@@ -6,48 +6,37 @@ The windowed model is held against the stock one in one dense pass over all rows
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
-from exact import assert_same_grads, expected, layouts, noising, step_on_ranks
+from exact import assert_same_grads, assert_sent_as_planned, csbp_model, expected, layouts, noising, step_on_ranks
 from oracle import dense_mask, exact_norms, gradients, tiny_model
 from packs import make_pack
 from simulated import step_on_threads, summed_grads
 from torch import Tensor, nn
 
-from csbp.attention import interface
-from csbp.config.schema import ParallelConfig
-from csbp.data.batch import PackedBatch
 from csbp.models.registry import get_adapter
-from csbp.parallel.fsdp import shard_model
-from csbp.parallel.runtime import start_runtime
-from csbp.train.step import Noising, StepRunner
 
+slow = pytest.mark.slow
 WINDOW, LAYER_TYPES = 6, ["sliding_attention", "full_attention", "sliding_attention"]
+SHAPE = {"layers": len(LAYER_TYPES), "layer_types": LAYER_TYPES, "use_sliding_window": True, "sliding_window": WINDOW}
+LONG = "one long document"  # some of its attention moves
 KIND_OF_TYPE = {"full_attention": "full", "sliding_attention": "sliding"}
 CASES = {
     "block causal": ([make_pack([41, 3, 14])], noising(4)),
     "token causal, next token too": ([make_pack([9, 26], targets=[range(9), range(7, 26)]), make_pack([7], first_id=8)],
                                      noising(3, clean_stream="token_causal", ar_weight=0.5)),
+    LONG: ([make_pack([330, 20], seed=3)], noising(128, clean_stream="token_causal", ar_weight=0.3)),
 }
-
-
-def windowed_model(attention: str = interface.NAME) -> nn.Module:
-    """Three layers, the first and the last with a window."""
-    interface.register()
-    return tiny_model(layers=len(LAYER_TYPES), attention=attention, layer_types=list(LAYER_TYPES),
-                      use_sliding_window=True, sliding_window=WINDOW)
+SHORT = [case for case in CASES if case != LONG]
 
 
 @functools.cache
 def dense_step(case: str) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of the stock model over all rows of each pack at once."""
     packs, how = CASES[case]
-    adapter, model, streams = get_adapter("qwen3"), windowed_model("sdpa"), layouts(*CASES[case])
+    adapter, model, streams = get_adapter("qwen3"), tiny_model(**SHAPE), layouts(*CASES[case])
     kinds = {kind.name: kind for kind in adapter.layer_kinds(model, how.objective.clean_stream)}
     assert kinds["sliding"].window == WINDOW and kinds["full"].window is None
     counts = [sum(layout.terms[i].count for layout in streams) for i in range(len(streams[0].terms))]
@@ -64,63 +53,51 @@ def dense_step(case: str) -> tuple[float, dict[str, Tensor]]:
         return total.item(), gradients(total, model)
 
 
-@dataclass(frozen=True)
-class Share:
-    """One rank's logged loss, the gradients (rank 0), rows sent, and by layer kind the rows that the plans receive."""
-
-    loss: float
-    grads: dict[str, Tensor]
-    sent_rows: dict[str, int]
-    received: dict[str, int]
-
-
-def windowed_step(packs: Sequence[PackedBatch], how: Noising, scheme: str, exchange: str) -> Share:
-    """One training step on the ranks of the process group."""
-    config = ParallelConfig(nproc=dist.get_world_size(), device="cpu", kind=scheme, exchange=exchange)
-    runtime = start_runtime(config, lambda: Path("unused"))
-    adapter, model = get_adapter("qwen3"), windowed_model()
-    shard_model(model, adapter.units(model), runtime.shard_mesh, torch.float64)
-    runner = StepRunner(model, adapter, runtime, "reference")
-    works = runner.prepare(packs, how, step=0)
-    with exact_norms():
-        result = runner.run(works, train=True)
-    grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-    received = {kind: sum(sum(work.plan.rank_plan.kinds[kind].exchange.receive_counts) for work in works)
-                for kind in KIND_OF_TYPE.values()}
-    return Share(result.loss, grads if runtime.main else {}, dict(runtime.transport.sent_rows), received)
-
-
 @pytest.mark.parametrize(("case", "world", "scheme", "exchange"), [
     pytest.param(case, world, scheme, exchange, marks=() if (scheme, exchange) == ("csbp", "exact") or
-                 (case, world) == ("block causal", 2) else pytest.mark.slow)
-    for case in CASES for world in (1, 2, 4)
+                 (case, world) == ("block causal", 2) else slow)
+    for case in SHORT for world in (1, 2, 4)
     for scheme, exchange in (("csbp", "exact"), ("csbp", "all_gather"), ("context", "exact"), ("block", "exact"))])
 def test_layers_with_and_without_a_window(ranks, case, world, scheme, exchange):
     loss, grads = dense_step(case)
-    shares = ranks(world, windowed_step, *CASES[case], scheme, exchange)
+    way = {"kind": scheme, "exchange": exchange}
+    shares = ranks(world, partial(step_on_ranks, parallel=way, shape=SHAPE), *CASES[case])
     assert all(abs(share.loss - loss) <= 1e-10 for share in shares)
     assert_same_grads(shares[0].grads, grads)
-    if world > 1 and scheme != "block":
-        received = {kind: sum(share.received[kind] for share in shares) for kind in KIND_OF_TYPE.values()}
-        rows = sum(received[KIND_OF_TYPE[layer]] for layer in LAYER_TYPES)  # each layer moves its own kind's rows
-        assert sum(share.sent_rows["keys"] for share in shares) == 2 * rows
-        assert sum(share.sent_rows["gradients"] for share in shares) == rows
-        if exchange == "exact":
-            assert 0 < received["sliding"] < received["full"], "a window's exchange is its halo"
+    assert_sent_as_planned(shares)
+    sent = sum(sum(share.sent_rows.values()) for share in shares)
+    assert sent == 0 if world == 1 or scheme == "block" else sent > 0
+    if world > 1 and (scheme, exchange) == ("csbp", "exact"):
+        full, near = (sum(plan.traffic[kind].sum() for plan in shares[0].plans) for kind in KIND_OF_TYPE.values())
+        assert 0 < near < full, "a window's exchange is its halo"
+
+
+@pytest.mark.parametrize(("world", "parallel"), [
+    (2, {}), pytest.param(4, {}, marks=slow), pytest.param(2, {"checkpointing": "full"}, marks=slow),
+    pytest.param(4, {"tp": 2}, marks=slow)])
+def test_attention_of_both_kinds_moves(ranks, world, parallel):
+    loss, grads = dense_step(LONG)
+    cad = {"tolerance": 0.0, "min_gain": 0.0}
+    shares = ranks(world, partial(step_on_ranks, parallel=parallel, shape=SHAPE, cad=cad), *CASES[LONG])
+    assert all(abs(share.loss - loss) <= 1e-10 for share in shares)
+    assert_same_grads(shares[0].grads, grads)
+    assert_sent_as_planned(shares)
+    assert shares[0].plans[0].served.keys() == {"full", "sliding"}
 
 
 @pytest.mark.parametrize("scheme", ["csbp", "context", "block"])
 def test_layers_with_and_without_a_window_on_many_simulated_ranks(scheme):
     loss, grads = dense_step("block causal")
-    shares = step_on_threads(8, *CASES["block causal"], scheme, model=windowed_model)
+    shares = step_on_threads(8, *CASES["block causal"], scheme, model=lambda: csbp_model(**SHAPE))
     assert all(abs(share.loss - loss) <= 1e-10 for share in shares)
     assert_same_grads(summed_grads(shares), grads)
+    assert_sent_as_planned(shares)
 
 
 def test_the_window_matters():
     """The dense version that the ranks are held against does what its name says."""
     case = CASES["block causal"]
-    full = step_on_threads(1, *case, model=lambda: tiny_model(layers=len(LAYER_TYPES), attention=interface.NAME))
+    full = step_on_threads(1, *case, model=lambda: csbp_model(layers=len(LAYER_TYPES)))
     assert abs(full[0].loss - dense_step("block causal")[0]) > 1e-3
 
 
