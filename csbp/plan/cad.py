@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from csbp.config.mesh import axis_sizes
 from csbp.config.schema import RunConfig
 from csbp.plan.cost import FEMTO, CostModel
 from csbp.plan.counts import kind_counts
-from csbp.plan.disaggregate import CadSettings, disaggregate
+from csbp.plan.disaggregate import CadSettings, base_bytes, disaggregate
 from csbp.plan.estimate import DEVICES, Device
 from csbp.plan.plan import PackPlan
 from csbp.plan.priced import attention_passes, row_pace
@@ -73,13 +75,27 @@ class Cad:
                                               + times[name].backward + again)
         return float(total.max())
 
+    def saved(self, plan: PackPlan) -> float:
+        """The part of ``step_seconds`` that a plan's moves save."""
+        return 1 - self.step_seconds(plan) / self.step_seconds(plan.home) if plan.served else 0.0
+
+    def home_bytes(self, plan: PackPlan) -> np.ndarray:
+        """Bytes that each rank would send in a training step if nothing of a plan moved, int64 [N]."""
+        total = np.zeros(plan.world, np.int64)
+        for part in self.shape.attention:
+            if part.kind in plan.kinds:
+                total += part.count * base_bytes(plan.home, part.kind, self._sizes(part))[0]
+        return total
+
+    def _sizes(self, part: AttentionLayers) -> StepBytes:
+        return StepBytes.of(part, self.itemsize, self.gradient_itemsize, self.forwards)
+
     def _moves(self, plan: PackPlan, part: AttentionLayers, together: bool) -> Moves:
         near = plan.world * self.tp <= self.device.node
         beside = plan.holding.row_counts * (self.row_seconds / self.shape.layers / FEMTO)
         return disaggregate(
             plan, part.kind, plan.pieces[part.kind.name], layer_rates(self.cost, part, self.forwards),
-            StepBytes.of(part, self.itemsize, self.gradient_itemsize, self.forwards),
-            replace(self.settings, min_gain=0.0), beside=beside if together else None,
+            self._sizes(part), replace(self.settings, min_gain=0.0), beside=beside if together else None,
             bytes_per_second=self.device.near_link if near else self.device.far_link)
 
 

@@ -101,7 +101,7 @@ def disaggregate(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCos
     return best
 
 
-def _base_bytes(plan: PackPlan, kind: LayerKind, sizes: StepBytes) -> tuple[np.ndarray, np.ndarray]:
+def base_bytes(plan: PackPlan, kind: LayerKind, sizes: StepBytes) -> tuple[np.ndarray, np.ndarray]:
     """int64 [N] each, what every rank sends and receives without moves."""
     matrix = plan.traffic[kind.name]
     gives, gets = matrix.sum(1), matrix.sum(0)
@@ -115,7 +115,7 @@ def _limits(plan: PackPlan, kind: LayerKind, sizes: StepBytes, settings: CadSett
             for limit in (settings.max_send_bytes, settings.max_receive_bytes, settings.max_buffer_bytes)]
     if bytes_per_second is not None:
         hidden = int(min(target * FEMTO * bytes_per_second, _NO_LIMIT))
-        for limit, base in zip(most[:2], _base_bytes(plan, kind, sizes), strict=True):
+        for limit, base in zip(most[:2], base_bytes(plan, kind, sizes), strict=True):
             np.minimum(limit, np.maximum(hidden - base, 0), out=limit)
     return Limits(np.array(most))
 
@@ -125,7 +125,7 @@ def _slowest(plan: PackPlan, kind: LayerKind, sizes: StepBytes, load: np.ndarray
     """Femtoseconds of a layer: the fullest rank's work or the longest transfer, which travels meanwhile."""
     if bytes_per_second is None:
         return int(load.max())
-    sent, received = _base_bytes(plan, kind, sizes)
+    sent, received = base_bytes(plan, kind, sizes)
     most = max(int((sent if moved is None else sent + moved.sent).max()),
                int((received if moved is None else received + moved.received).max()))
     return max(int(load.max()), int(most / bytes_per_second / FEMTO))

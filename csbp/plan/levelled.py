@@ -90,8 +90,8 @@ class Levelled:
 
     @property
     def bytes_moved(self) -> float:
-        """Into all ranks together."""
-        return float(self.added[ALL].both.sum())
+        """Into all ranks together, those of a tp axis too."""
+        return self.cad.tp * float(self.added[ALL].both.sum())
 
 
 def level(case: Case, kind: str, ranks: int, settings: Settings, device: Device, exchange: str, cad: Cad) -> Levelled:

@@ -160,10 +160,17 @@ class PackPlan:
 
         return {kind.name: own_work(self, kind) for kind in self.kinds}
 
+    @cached_property
+    def home(self) -> PackPlan:
+        """The same plan where nothing moves."""
+        return self.with_moves({}) if self.moves else self
+
     def with_moves(self, moves: Mapping[str, Moves]) -> PackPlan:
         """The same plan with these moves; who holds what is not found again."""
         found, kept = replace(self, moves=moves), ("ownership", "holding", "pieces", "own_work")
         vars(found).update({name: vars(self)[name] for name in kept if name in vars(self)})
+        if moves and not self.moves:
+            vars(found)["home"] = self
         return found
 
     def rank_plan(self, rank: int) -> RankPlan:

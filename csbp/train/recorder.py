@@ -63,6 +63,8 @@ class Recorder:
             "clean_tokens": result.clean_tokens, "epoch": epoch, "wire_bytes": result.wire_bytes,
             "exposed_seconds": result.exposed_seconds,
             "model_flops_per_second": result.model_flops * pace / max(result.clean_tokens, 1)}
+        if self.config.cad.enabled:
+            values["cad_bytes"] = result.cad_bytes
         if len(result.terms) > 1:
             values |= {f"loss_{name}": value for name, value in result.terms.items()}
         self.writer.step(step, values)

@@ -48,11 +48,19 @@ class Noising:
 
 @dataclass(frozen=True)
 class Work:
-    """One micro-batch of one rank."""
+    """One micro-batch of one rank.
+
+    Attributes:
+        layout, batch, plan: the pack, and this rank's part of it.
+        home_bytes: bytes that this rank would send in a training step if no attention moved.
+        saved: the part of the predicted step that moves save.
+    """
 
     layout: StreamLayout
     batch: LocalBatch
     plan: BoundPlan
+    home_bytes: int = 0
+    saved: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,8 @@ class StepResult:
         updated: False where a loss or gradient was not finite and no rank changed its weights.
         stop: some rank was asked to stop.
         model_flops: what the objective asks for (see ``observe.accounting``), the same on any topology.
-        wire_bytes: bytes of keys and their gradients that all ranks sent.
+        wire_bytes: bytes of keys, of query rows that move, and of what is made of both, that all ranks sent.
+        cad_bytes: those of them that moves have added, beside the same owners where nothing moves; may be below 0.
         exposed_seconds: mean over ranks of the time that the host waited for rows (on the CPU: exposed communication).
     """
 
@@ -82,6 +91,7 @@ class StepResult:
     stop: bool = False
     model_flops: float = 0.0
     wire_bytes: int = 0
+    cad_bytes: int = 0
     exposed_seconds: float = 0.0
 
 
@@ -109,11 +119,14 @@ class StepRunner:
         works = []
         for group in self._groups(packs):
             layout = noising.layout(join(group), step)
-            plan = self._plan(layout.geometry, [len(pack.sample_ids) for pack in group],
-                              noising.objective.clean_stream).rank_plan(self.runtime.plan_rank)
+            pack_plan = self._plan(layout.geometry, [len(pack.sample_ids) for pack in group],
+                                   noising.objective.clean_stream)
+            rank, cad = self.runtime.plan_rank, self.cad
+            plan = pack_plan.rank_plan(rank)
             works.append(Work(layout, scatter(layout, plan.rows, self.runtime.device),
                               BoundPlan(plan, self.runtime.transport, self.runtime.device, self.backend,
-                                        self.runtime.gradient_wire, self.native, self.overlap)))
+                                        self.runtime.gradient_wire, self.native, self.overlap),
+                              int(cad.home_bytes(pack_plan)[rank]) if cad else 0, cad.saved(pack_plan) if cad else 0.0))
         return works
 
     def _groups(self, packs: Sequence[PackedBatch]) -> list[Sequence[PackedBatch]]:
@@ -170,20 +183,22 @@ class StepRunner:
             before_each(done)
             numbers += self._micro_batch(work, factors_T, train)
         sent, waited = sum(transport.sent_bytes.values()) - sent, transport.waited_seconds - waited
+        moved = sent - sum(work.home_bytes for work in works) if self.cad and train else 0
         once = float(runtime.tp_rank == 0)  # the ranks of a tp axis have the same rows; 0 x NaN is NaN
         summed = runtime.summed(torch.cat([once * numbers.flatten(),
-                                           runtime.upload([self._flops(works), float(sent), waited])]))
+                                           runtime.upload([self._flops(works), float(sent), float(moved), waited])]))
         norm = global_norm(self.model.parameters()) if train else torch.tensor(math.nan)
         meanwhile()
-        values = torch.cat([summed[:-3].view(-1, 3)[:, 0] / divisors_T, summed[1:3], summed[-3:],
+        values = torch.cat([summed[:-4].view(-1, 3)[:, 0] / divisors_T, summed[1:3], summed[-4:],
                             counts[len(terms):], norm.to(counts)[None]]).tolist()
-        means, (correct, hidden, flops, sent_all, waited_all, tokens, supervised, stops, norm_now) = (
+        means, (correct, hidden, flops, sent_all, moved_all, waited_all, tokens, supervised, stops, norm_now) = (
             values[:len(terms)], values[len(terms):])
         return StepResult(loss=sum(term.scale * value for term, value in zip(terms, means, strict=True)),
                           terms={term.name: value for term, value in zip(terms, means, strict=True)},
                           accuracy=correct / hidden if hidden else math.nan, clean_tokens=int(tokens),
                           supervised=int(supervised), grad_norm=norm_now, stop=stops > 0, model_flops=flops,
-                          wire_bytes=int(sent_all), exposed_seconds=waited_all / runtime.world)
+                          wire_bytes=int(sent_all), cad_bytes=int(moved_all),
+                          exposed_seconds=waited_all / runtime.world)
 
     def _micro_batch(self, work: Work, factors_T: Tensor, train: bool) -> Tensor:
         """Forward and, to train, backward of one pack. Returns its ``Losses.numbers``."""

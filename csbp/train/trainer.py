@@ -27,6 +27,7 @@ class Trainer:
         self.sample_after: dict[str, Any] | None = None
         self.stop, self._data = StopRequest(), data_digests(session)
         self._ahead: tuple[int, tuple[list[Work], Cursor]] | None = None  # a step, and what it needs
+        self._foretold = session.runner.cad is None
         generative = session.config.objective.kind == "block_diffusion"
         self.block: HeldOutBlock | None = pick_block(session, held_out) if generative else None
 
@@ -83,6 +84,9 @@ class Trainer:
         session, progress = self.session, self.progress
         config, runner = session.config, session.runner
         works, cursor = self._works(progress.step, progress.cursor)
+        if not self._foretold:
+            self.recorder.note(_foretell(works[0].saved))
+            self._foretold = True
         rate = learning_rate(progress.step, config.optim, config.train.steps)
         for group in session.optimizer.param_groups:
             group["lr"] = rate
@@ -161,3 +165,11 @@ class Trainer:
             session.store.save(progress.step, session.model, session.optimizer,
                                {**progress.to_json(), "data": self._data},
                                best=progress.best_step == progress.step, prune=progress.skipped == 0)
+
+
+def _foretell(saved: float) -> str:
+    """What disaggregation is predicted to save of a step."""
+    if saved:
+        return ("core attention disaggregation: by prediction, what moves saves "
+                f"{saved:.1%} of the time of the first micro-batch's layers")
+    return "core attention disaggregation: nothing moves in the first micro-batch; csbp plan can say why"

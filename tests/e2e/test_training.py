@@ -9,7 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cad import dear_profile
 from runs import ask_to_stop, at_step, final_weights, losses, make_corpus, steps_of, tiny_run, train_here
+
+from csbp.config.schema import RunConfig
+from csbp.train.recorder import Recorder
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +55,33 @@ def test_losses_do_not_depend_on_the_topology(ranks: Any, corpus: Path, tmp_path
     travels = parallel.get("kind", "csbp") in ("csbp", "context") and parallel.get("csbp", world) > 1
     assert all((row["wire_bytes"] > 0) == travels for row in steps_of(tmp_path))
     np.testing.assert_allclose(model_flops(tmp_path), model_flops(one_rank), rtol=1e-12)
+
+
+def notes_of_training(config: RunConfig) -> list[str]:
+    """What this rank tells whoever watches."""
+    notes, note = list[str](), Recorder.note
+    Recorder.note = lambda self, text: notes.append(text)  # type: ignore[method-assign]
+    try:
+        assert train_here(config) == 0
+    finally:
+        Recorder.note = note  # type: ignore[method-assign]
+    return notes
+
+
+def test_bytes_that_attention_moved_are_recorded(ranks: Any, corpus: Path, tmp_path: Path) -> None:
+    """In one sequence axis owners are the same with and without moves."""
+    told = {}
+    for enabled in (True, False):
+        cad = {"enabled": enabled, "tolerance": 0.0, "min_gain": 0.0, "profile": str(dear_profile(tmp_path))}
+        asked = tiny_run(corpus, tmp_path / str(enabled), train={"steps": 4}, objective={"block_size": 64},
+                         data={"seq_len": 500, "document_tokens": 400}, cad=cad)
+        told[enabled] = [note for note in ranks(2, notes_of_training, asked)[0] if "disaggregation" in note]
+    moved, home = (steps_of(tmp_path / str(enabled)) for enabled in (True, False))
+    assert [row["cad_bytes"] for row in moved] == [a["wire_bytes"] - b["wire_bytes"]
+                                                   for a, b in zip(moved, home, strict=True)]
+    assert any(row["cad_bytes"] for row in moved) and not any("cad_bytes" in row for row in home)
+    assert len(told[True]) == 1 and "of the time of the first micro-batch's layers" in told[True][0]
+    assert told[False] == []
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
