@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from csbp.config.cad import pooled
+from csbp.config.cad import pooled, unheeded
 from csbp.config.compose import compose_run
 from csbp.config.mesh import axis_sizes
 from csbp.config.places import package_dir
@@ -58,6 +58,8 @@ def run_plan(words: Sequence[str], *, json_only: bool = False, picture: str = ""
     validate_plan(config)
     if picture and Path(picture).suffix not in (".svg", ".png"):
         raise ConfigError("--picture", picture, "must end in .svg or .png")
+    for note in unheeded(config):
+        print(f"csbp: warning: {note}", file=sys.stderr, flush=True)
     result = plan_result(config)
     if picture:
         _draw(config, result, picture)

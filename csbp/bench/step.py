@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,14 +26,14 @@ from csbp.errors import met_by_all
 from csbp.launch import started_ranks
 from csbp.models.registry import get_adapter
 from csbp.observe.accounting import utilisation
-from csbp.parallel.runtime import Runtime, start_runtime
+from csbp.parallel.runtime import Runtime, choose_device, start_runtime
 from csbp.plan.estimate import DEVICES
 from csbp.plan.forecast import whole_pack
 from csbp.plan.lengths import document_lengths, packs_of
 from csbp.plan.limits import check_ranks, check_size, check_split, check_windows
 from csbp.plan.shapes import model_shape
 from csbp.plan_cli import plan_result
-from csbp.train.ready import build_on_meta
+from csbp.train.ready import build_on_meta, check_kernels
 from csbp.train.session import build_model, heed_determinism, make_ready
 from csbp.train.step import Noising, StepResult, Work
 
@@ -76,7 +77,7 @@ def run_step(words: Sequence[str], *, json_only: bool = False, out: str = "") ->
 
 
 def check_step(config: RunConfig) -> None:
-    """Refuse a run whose model cannot be built, split or shared among its ranks.
+    """Refuse a run whose model cannot be built, split, attended or shared among its ranks.
 
     Raises:
         ConfigError: it cannot.
@@ -86,6 +87,7 @@ def check_step(config: RunConfig) -> None:
     shape = model_shape(adapter.export_config(model, {}), config.objective.clean_stream)
     check_split(config.parallel.tp, shape)
     check_windows(adapter.layer_kinds(model, config.objective.clean_stream), config.objective)
+    check_kernels(config, shape, choose_device(config.parallel.device, int(os.environ.get("LOCAL_RANK", 0))))
     lengths = document_lengths(config.data)
     check_size(lengths, config.objective.block_size, shape)
     pack = whole_pack(lengths, config.objective.block_size, noised=False)

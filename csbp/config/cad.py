@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 from csbp.config.fields import nearest_name
 from csbp.config.mesh import axis_sizes
 from csbp.config.places import conf_dir
-from csbp.config.schema import RunConfig
-from csbp.errors import ConfigError
+from csbp.config.schema import CadConfig, RunConfig
+from csbp.errors import ConfigError, written
 
 
 def check_cad(config: RunConfig) -> None:
@@ -37,6 +38,15 @@ def check_cad(config: RunConfig) -> None:
     elif cad.profile not in ("auto", *shipped):
         names = nearest_name(cad.profile, ["auto", *shipped], "a FILE.json of csbp bench profile, or one of")
         raise ConfigError("cad.profile", cad.profile, names)
+
+
+def unheeded(config: RunConfig) -> list[str]:
+    """A sentence, where something of ``cad`` is set although nothing heeds it."""
+    usual, given = CadConfig(), {field.name: getattr(config.cad, field.name) for field in fields(CadConfig)}
+    names = [f"cad.{name}={written(value)}" for name, value in given.items() if value != getattr(usual, name)]
+    if config.cad.enabled or not names:
+        return []
+    return [f"{', '.join(names)}: nothing heeds that with cad.enabled=false; set cad.enabled=true, or leave it out"]
 
 
 def pooled(config: RunConfig) -> bool:

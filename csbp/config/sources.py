@@ -66,6 +66,17 @@ def _check_source(source: SourceConfig, field: str) -> None:
         raise ConfigError(f"{field}.streaming", True, f"only kind=dataset streams, not kind={source.kind}")
 
 
+def check_lengths(config: DataConfig) -> None:
+    """Refuses documents longer than a pack.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    if config.document_tokens is not None and config.document_tokens > config.seq_len:
+        raise ConfigError("data.document_tokens", config.document_tokens,
+                          f"a document must fit a pack: at most data.seq_len={config.seq_len}")
+
+
 def check_sources(config: DataConfig) -> None:
     """Refuses settings that cannot go together, without reading anything.
 
@@ -74,9 +85,7 @@ def check_sources(config: DataConfig) -> None:
     """
     if not config.sources:
         raise ConfigError("data.sources", [], "name at least one, e.g. data.sources=[{path: FOLDER}]")
-    if config.document_tokens is not None and config.document_tokens > config.seq_len:
-        raise ConfigError("data.document_tokens", config.document_tokens,
-                          f"a document must fit a pack: at most data.seq_len={config.seq_len}")
+    check_lengths(config)
     for group in ("train", "validation"):
         check_weights(named_sources(config, group))
     for field, source in named_sources(config, "train") + named_sources(config, "validation"):

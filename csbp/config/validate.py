@@ -21,7 +21,7 @@ from csbp.config.fields import Field, fields_of, nearest_name
 from csbp.config.mesh import check_mesh
 from csbp.config.places import builtin_models, families, model_of_shape, planned_families, recipes
 from csbp.config.schema import GenerateConfig, RunConfig
-from csbp.config.sources import STDLIB, check_sources, named_sources
+from csbp.config.sources import STDLIB, check_lengths, check_sources, named_sources
 from csbp.errors import ConfigError
 
 TRACKERS = ("wandb", "tensorboard", "trackio")
@@ -56,6 +56,7 @@ def validate_plan(config: RunConfig) -> None:
         raise ConfigError("model.family", config.model.family, nearest_name(config.model.family, known, "families"))
     _check_objective(config)
     _check_numbers(config)
+    check_lengths(config.data)
 
 
 def validate_synthetic(config: RunConfig) -> None:

@@ -55,35 +55,42 @@ def document_lengths(data: DataConfig) -> list[int]:
 
 def packs_of(data: DataConfig, count: int) -> list[list[int]]:
     """Tokens of the documents of some packs, one after another, each as ``document_lengths`` has one. Where there are
-    several, a file that ends is read again from its beginning."""
+    several, what is left of a long document begins the next one, and a file that ends is read again from its
+    beginning."""
     if not data.document_lengths:
-        return [_one_pack(data, iter([data.seq_len]), 0) for _ in range(count)]
+        return [_one_pack(data, iter([data.seq_len]), 0)[0] for _ in range(count)]
     lengths = read_lengths(data.document_lengths)
     documents = iter(lengths) if count == 1 else itertools.cycle(lengths)
     packs: list[list[int]] = []
+    left = 0
     for _ in range(count):
-        packs.append(_one_pack(data, documents, sum(map(len, packs))))
+        begun = itertools.chain([left] if left else [], documents)
+        pack, left = _one_pack(data, begun, sum(map(len, packs)))
+        packs.append(pack)
     return packs
 
 
-def _one_pack(data: DataConfig, lengths: Iterator[int], before: int) -> list[int]:
-    """Documents until the pack is full, or there are no more; ``before``: documents that were planned already."""
+def _one_pack(data: DataConfig, lengths: Iterator[int], before: int) -> tuple[list[int], int]:
+    """Documents until the pack is full, or there are no more, and how much is left of the last one in whole pieces;
+    ``before``: documents that were planned already."""
     limit = min(data.document_tokens or data.seq_len, data.seq_len)
     pack: list[int] = []
-    room = data.seq_len
-    for length in lengths:
-        if data.document_lengths and data.long_documents == "error" and length > limit:
-            raise ConfigError("data.document_lengths", data.document_lengths, f"holds a document of {length:,} tokens, "
+    room, left = data.seq_len, 0
+    for whole in lengths:
+        if data.document_lengths and data.long_documents == "error" and whole > limit:
+            raise ConfigError("data.document_lengths", data.document_lengths, f"holds a document of {whole:,} tokens, "
                               f"and data.long_documents=error; at most {limit:,}, or choose split or truncate")
-        length = min(length, room) if data.long_documents == "split" else min(length, limit, room)
+        whole = whole if data.long_documents == "split" else min(whole, limit)
+        length = min(whole, room)
         if before + len(pack) + length // limit > MAX_BLOCKS:
             raise ConfigError("data.seq_len", data.seq_len, f"too much to plan: more than {MAX_BLOCKS:,} documents; "
                                                             "use longer ones (data.document_tokens), or fewer tokens")
         pack += [limit] * (length // limit) + ([length % limit] if length % limit else [])
         room -= length
         if room == 0:
+            left = max(whole - -(-length // limit) * limit, 0)
             break
-    return pack
+    return pack, left
 
 
 def _drawn(field: str, named: str) -> list[int]:

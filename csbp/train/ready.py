@@ -17,6 +17,8 @@ from csbp.checkpoint.huggingface import read_config
 from csbp.checkpoint.reading import model_files, resolve_model_folder
 from csbp.checkpoint.target import FAMILY_KEY
 from csbp.checkpoint.weights import expect_weights
+from csbp.config.cad import pooled
+from csbp.config.mesh import axis_sizes
 from csbp.config.schema import RunConfig
 from csbp.data.stream import PackStream, open_stream, prepare_corpora
 from csbp.data.tokenizer import next_free_id
@@ -24,7 +26,7 @@ from csbp.errors import ConfigError
 from csbp.models.protocol import ModelAdapter
 from csbp.models.registry import get_adapter
 from csbp.plan.cad import cad_of
-from csbp.plan.limits import check_split, check_windows
+from csbp.plan.limits import check_pool, check_split, check_windows
 from csbp.plan.shapes import ModelShape, model_shape
 from csbp.train.learnable import expect_blocks, expect_learnable
 from csbp.train.session import check_expected_shape, mask_token, run_tokenizer
@@ -68,6 +70,8 @@ def check_model(config: RunConfig) -> ReadyModel:
     shape = model_shape(adapter.export_config(model, {}), config.objective.clean_stream)
     check_split(config.parallel.tp, shape)
     check_windows(adapter.layer_kinds(model, config.objective.clean_stream), config.objective)
+    replicas, ranks, _ = axis_sizes(config.parallel)
+    check_pool(ranks, replicas if pooled(config) else 1)
     cad_of(config, shape, "cpu")  # reads the profile that it is given
     rows: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment, operator]
     mask, last = mask_token(config, tokenizer, rows), next_free_id(tokenizer) - 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from csbp.checkpoint.huggingface import DIFFUSION_KEYS
+from csbp.config.cad import unheeded
 from csbp.config.schema import RunConfig
 
 # What the rows of such a model have learnt to mean, so that with another value training starts over in part.
@@ -20,7 +21,7 @@ def surprises(config: RunConfig, model_config: Any, mask: int) -> list[str]:
         model_config: of the model it starts from, as transformers reads its config.json.
         mask: id of [MASK] in this run.
     """
-    found = []
+    found = unheeded(config)
     limit, longest = getattr(model_config, "max_position_embeddings", None), config.data.seq_len
     if config.data.document_tokens is not None:
         longest = config.data.document_tokens

@@ -165,6 +165,8 @@ def test_a_wrong_kernel_is_never_timed(capsys: pytest.CaptureFixture[str], monke
     (["step", *STEP, "variants=[fast]"], "variants='fast': fast is no setting"),
     (["step", *STEP, "variants=[default, default]"], "'default' is there twice"),
     (["step", *STEP, "variants=['parallel.device=cuda', default]"], "is the same for all that is compared"),
+    (["step", *STEP, "parallel.device=cpu", "variants=[default, 'flash: attention.backend=flash']"],
+     "attention.backend='flash': cannot run this model here: it needs a Hopper GPU; use auto"),
     (["step", *STEP, "parallel.nproc=2"], "parallel.nproc=2: 1 rank(s) were started"),
     (["step", *STEP, "model.shape.num_attention_heads=3"], "model.shape.num_key_value_heads"),
     (["step", *STEP, "variants=['a: \"b']"], "no closing quotation")])

@@ -76,6 +76,14 @@ def test_replicas_without_a_pack(config: RunConfig) -> None:
     assert "is no multiple of 2 replicas; some wait" in shown(config)
     pooled = dataclasses.replace(config, cad=CadConfig(enabled=True, pool="dp"))
     assert "is no multiple of 2 replicas; some have only attention of others" in shown(pooled)
+    unheeded = dataclasses.replace(config, cad=CadConfig(pool="dp"))
+    assert "warning: cad.pool='dp': nothing heeds that with cad.enabled=false" in shown(unheeded)
+
+
+def test_a_pool_that_no_plan_can_have(config: RunConfig) -> None:
+    many = dataclasses.replace(change(config, "parallel", nproc=8192, csbp=2), cad=CadConfig(enabled=True, pool="dp"))
+    with pytest.raises(ConfigError, match="cad.pool='dp': 4096 replicas of 2 ranks are more than a plan can have"):
+        shown(many)
 
 
 def test_the_sample_shows_what_is_learnt(config: RunConfig) -> None:

@@ -147,7 +147,8 @@ def test_fewer_packs_than_replicas_and_documents_shared_out(capsys: pytest.Captu
 
 
 def test_more_ranks_than_a_plan_can_have(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
-    code, _, err = answer(capsys, *words, "parallel.nproc=8192", "data.seq_len=1024", "train.packs_per_step=1")
+    code, _, err = answer(capsys, *words, "parallel.nproc=8192", "data.seq_len=1024", "data.document_tokens=null",
+                          "train.packs_per_step=1")
     assert code == 2 and "cad.pool='dp': 4096 replicas of 2 ranks are more than a plan can have" in err
 
 

@@ -20,7 +20,7 @@ from csbp.errors import ConfigError
 from csbp.observe.picture import draw_plan, shares, stripes
 from csbp.plan.forecast import whole_pack
 from csbp.plan.geometry import LayerKind
-from csbp.plan.lengths import document_lengths
+from csbp.plan.lengths import document_lengths, packs_of
 from csbp.plan.plan import PackPlan
 from csbp.plan.runs import Runs
 from csbp.plan.shapes import model_shape
@@ -169,6 +169,8 @@ def test_small_numbers_are_shown_as_such(capsys: pytest.CaptureFixture[str], tmp
     (["+model.shape.alibi=true"], "model.shape.alibi=true: ALiBi"),
     (["model.shape.hidden_size=0"], "model.shape.hidden_size=0"),
     (["model.shape.num_key_value_heads=5"], "must divide num_attention_heads=32"),
+    (["data.document_tokens=262145", "data.seq_len=262144"],
+     "data.document_tokens=262145: a document must fit a pack: at most data.seq_len=262144"),
     (["data.document_lengths=/no/such/file"], "data.document_lengths='/no/such/file': cannot be read: No such file"),
     (["model.family=other"], "model.family='other'"), (["plan.device=tpu"], "plan.device='tpu'"),
     (["--picture", "plan.pdf"], "--picture='plan.pdf': must end in .svg or .png"),
@@ -226,6 +228,31 @@ def test_documents_fill_the_pack_as_training_would_cut_them(tmp_path: Path) -> N
         lengths("data.seq_len=2000", "data.document_tokens=400", "data.long_documents=error")
     assert lengths("data.seq_len=2000", "data.document_tokens=256", "data.long_documents=truncate") == [256, 50, 256,
                                                                                                       20]
+
+
+def test_what_is_left_of_a_long_document_begins_the_next_pack(tmp_path: Path) -> None:
+    """As training cuts it: in pieces of the same length, of which the last one in a pack is cut to fit."""
+    file = tmp_path / "lengths"
+    file.write_text("5000\n300\n")
+
+    def packs(count: int, *words: str) -> list[list[int]]:
+        return packs_of(compose_run(["experiment=quickstart", "data.seq_len=2000", f"data.document_lengths={file}",
+                                     *words]).data, count)
+
+    whole = "data.document_tokens=null"
+    assert packs(1, whole) == [[2000]]
+    assert packs(4, whole) == [[2000], [2000], [1000, 300, 700], [2000]]
+    assert packs(2, "data.document_tokens=1500") == [[1500, 500], [1500, 500]]  # from tokens 0 and 3000 on
+    assert packs(2, whole, "data.long_documents=truncate") == [[2000], [300, 1700]]
+
+
+def test_settings_that_nothing_heeds_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("experiment=quickstart", "parallel.nproc=2", "--json")
+    said = "csbp: warning: cad.pool='dp', cad.ship_queries=false: nothing heeds that with cad.enabled=false; set "
+    for more, expected in ((["cad.pool=dp", "cad.ship_queries=false"], said), (["cad.enabled=false"], ""),
+                           (["cad.pool=dp", "cad.enabled=true"], "")):
+        code, out, err = answer(capsys, *words, *more)
+        assert code == 0 and json.loads(out) and (err.startswith(expected) if expected else not err), err
 
 
 @pytest.mark.parametrize("block", [1, 7, 64])

@@ -184,7 +184,9 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     ([*SMALL, "parallel.kind=context"], "parallel.kind='context': others are compared"),
     ([*SMALL, "parallel.csbp=3"], "parallel.csbp=3: must divide"), ([*SMALL, "cad.profile=h20"], "did you mean h200?"),
     ([*SMALL, "cad.profile=mine"], "cad.profile='mine': a FILE.json of csbp bench profile, or one of: auto, "),
-    ([*SMALL, "parallel.csbp=2", "data.seq_len=4"], "more ranks than blocks"), (["steps=2"], "experiment: say which"),
+    ([*SMALL, "data.seq_len=4", "data.document_tokens=4"], "more ranks than blocks"),
+    ([*SMALL, "data.seq_len=4"], "data.document_tokens=256: a document must fit a pack: at most data.seq_len=4"),
+    (["steps=2"], "experiment: say which"),
     ([*SMALL, "stepss=2"], "stepss"),
     ([*SMALL, "cad.enabled=false"], "cad.enabled=false: csbp is shown with and without"),
     ([*SMALL, "data.long_documents=error", "seed=3"], "data.long_documents='error': there are documents of")])
