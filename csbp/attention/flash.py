@@ -17,6 +17,7 @@ from torch import Tensor
 from csbp.attention import reference
 from csbp.attention.mask import IntervalMask, Ranges
 from csbp.attention.tiles import Visits, key_visits, row_visits
+from csbp.comm.upload import upload
 
 # A kernel's last tile of rows reads bounds past the mask's end.
 _MORE_ROWS = 256
@@ -69,7 +70,7 @@ def _bind_backward(mask: IntervalMask, num_keys: int, dims: tuple[int, int]) -> 
 def _bounds(ranges: Ranges, device: torch.device) -> Tensor:
     bounds = np.zeros((len(ranges[0]) + _MORE_ROWS, 4), np.int32)
     bounds[:len(ranges[0])] = np.stack(ranges, 1)
-    on_device = torch.from_numpy(bounds).to(device)
+    on_device = upload(bounds, device)
     # The library asks a tensor for these two: rows of four are aligned and lie together.
     on_device.__assumed_align__, on_device.__leading_dim__ = 16, 1  # type: ignore[attr-defined]
     return on_device
@@ -77,7 +78,7 @@ def _bounds(ranges: Ranges, device: torch.device) -> Tensor:
 
 def _tables(visits: Visits, tile: tuple[int, int], device: torch.device) -> Any:
     def on(x: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(x, np.int32)).to(device)[None, None]
+        return upload(x.astype(np.int32), device)[None, None]
 
     return _hopper().BlockSparseTensorsTorch(
         on(visits.partial.count), on(visits.partial.table()), on(visits.full.count), on(visits.full.table()),

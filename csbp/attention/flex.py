@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from csbp.attention import reference
 from csbp.attention.mask import IntervalMask
 from csbp.attention.tiles import Runs, row_visits
+from csbp.comm.upload import upload
 
 _TILE = (128, 128)
 
@@ -49,12 +50,12 @@ def _compiled() -> Callable[..., Any]:
 
 def _lists(runs: Runs, tiles: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """What FlexAttention takes: how many tiles each row tile visits, [1, 1, M], and which, [1, 1, M, C]."""
-    table = torch.from_numpy(runs.table()).to(device)
+    table = upload(runs.table(), device)
     place = torch.arange(tiles, dtype=torch.int32, device=device)
     lists = place + table[:, :1]
     for run in range(1, table.shape[1], 2):
         lists += (place >= table[:, run, None]) * table[:, run + 1, None]
-    count = torch.from_numpy(runs.count.astype(np.int32)).to(device)
+    count = upload(runs.count.astype(np.int32), device)
     return count[None, None], torch.where(place < count[:, None], lists, 0).to(torch.int32)[None, None]
 
 

@@ -107,7 +107,7 @@ def _tiles(low: np.ndarray, high: np.ndarray, own: np.ndarray, end: np.ndarray,
         prefix, block, width = hulls(rows)
         seen = np.maximum(high[rows] - low[rows], 0) + np.maximum(end[rows] - own[rows], 0)
         together = bool(np.all(np.diff(rows) == 1))
-        index = slice(int(rows[0]), int(rows[-1]) + 1) if together else torch.from_numpy(rows).to(device)
+        index = slice(int(rows[0]), int(rows[-1]) + 1) if together else upload(rows, device)
         return Tile(index, prefix, block, bool(np.all(seen == width)))
 
     most, scores, slack = TILING.get(device.type, TILING["cpu"])

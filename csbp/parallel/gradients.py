@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from csbp.comm.upload import upload
 
 
 def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -24,9 +27,7 @@ def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     norms = torch.stack(torch._foreach_norm([g.to_local() if isinstance(g, DTensor) else g for g in gradients]))
     squares = norms.double().square()
     # What several ranks have a copy of counts once: each gives its share.
-    copies = [_copies(g) for g in gradients]
-    total = sum((squares[[i for i, n in enumerate(copies) if n == count]].sum() / count for count in set(copies)),
-                squares.new_zeros(()))
+    total = (squares / upload(np.array([_copies(g) for g in gradients], float), squares.device)).sum()
     if any(isinstance(g, DTensor) for g in gradients):
         dist.all_reduce(total)
     return total.sqrt()
