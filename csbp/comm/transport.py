@@ -119,11 +119,12 @@ class LocalTransport(Counting):
 
 
 class ProcessGroupTransport(Counting):
-    """All-to-all over a torch.distributed process group (gloo or NCCL)."""
+    """All-to-all over torch.distributed process groups (gloo or NCCL): ``group``, and ``home`` for gradients on their
+    way to their owners, which may have to wait long for a peer's."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, home: dist.ProcessGroup | None = None) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
-        self.group = group
+        self.group, self.home = group, home or group
 
     def start(self, outgoing: Outgoing) -> Pending:
         """Begin the exchange without waiting for it."""
@@ -132,7 +133,8 @@ class ProcessGroupTransport(Counting):
         received = outgoing.into
         if received is None:
             received = sent.new_empty(sum(outgoing.receive_counts), *sent.shape[1:])
+        group = self.home if outgoing.label in ("gradients", "query_gradients") else self.group
         work = dist.all_to_all_single(received, sent, list(outgoing.receive_counts),
-                                      list(outgoing.send_counts), group=self.group, async_op=True)
+                                      list(outgoing.send_counts), group=group, async_op=True)
         assert work is not None
         return _InFlight(work, received, sent, self)

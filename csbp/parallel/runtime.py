@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from csbp.comm.transport import LocalTransport, ProcessGroupTransport, Transport
+from csbp.comm.groups import make_transport
+from csbp.comm.transport import Transport
 from csbp.comm.upload import upload
 from csbp.config.mesh import axis_sizes, check_mesh
 from csbp.config.schema import ParallelConfig
@@ -166,27 +167,6 @@ def mesh_sizes(config: ParallelConfig, world: int) -> tuple[int, int, int]:
         raise ConfigError("parallel.nproc", config.nproc, f"WORLD_SIZE is {world}; set parallel.nproc={world}")
     check_mesh(config)
     return axis_sizes(config)
-
-
-def make_transport(ranks: np.ndarray, device: torch.device, timeout: timedelta) -> Transport:
-    """What moves rows among the ranks of this rank's line of [lines, ranks, lines]. Collective.
-
-    Its groups are its own, whatever other axes they span: rows do not queue behind FSDP's traffic. On GPUs their
-    streams come first, or an exchange would have to wait for the attention that is to hide it to leave it a
-    multiprocessor.
-    """
-    mine: Transport = LocalTransport()
-    if ranks.shape[1] == 1:
-        return mine
-    for line in ranks.swapaxes(1, 2).reshape(-1, ranks.shape[1]).tolist():
-        options = None
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            options._timeout = timeout
-        group = dist.new_group(line, timeout, pg_options=options, group_desc="rows")
-        if dist.get_rank() in line:
-            mine = ProcessGroupTransport(group)
-    return mine
 
 
 def start_runtime(config: ParallelConfig, run_dir: Callable[[], Path],
