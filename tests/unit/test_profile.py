@@ -122,7 +122,7 @@ def test_shipped_profiles_say_what_they_rest_on(name: str) -> None:
     assert set(found) == set(profile["error"])
     for key, off in found.items():
         assert profile["error"][key] == pytest.approx(off, rel=1e-2, abs=1e-4)
-        assert off["worst"] < (0.02 if name == "h200" else 0.3)
+        assert off["worst"] < (0.1 if name == "h200" else 0.3)
 
 
 def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
