@@ -12,6 +12,7 @@ from pathlib import Path
 from csbp.cli import guarded
 from csbp.config.cad import pooled
 from csbp.config.schema import RunConfig
+from csbp.config.shared import shared_settings
 from csbp.config.typed import load_config
 from csbp.errors import UserError
 from csbp.lifeline import die_with_parent, leave_with_launcher
@@ -36,7 +37,7 @@ def run_rank(config: RunConfig, run_dir: Callable[[], Path], prepare_host: Calla
     from csbp.parallel.runtime import start_runtime
 
     recipe = importlib.import_module(f"csbp.recipes.{config.recipe}")
-    runtime = start_runtime(config.parallel, run_dir, prepare_host, pooled(config))
+    runtime = start_runtime(config.parallel, run_dir, prepare_host, pooled(config), shared_settings(config))
     try:
         code: int = recipe.main(config, runtime)
     except Exception as error:

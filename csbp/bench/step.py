@@ -21,6 +21,7 @@ from csbp.config.bench import BenchStepConfig
 from csbp.config.cad import pooled
 from csbp.config.mesh import axis_sizes
 from csbp.config.schema import ParallelConfig, RunConfig
+from csbp.config.shared import shared_settings
 from csbp.data.batch import PackedBatch
 from csbp.errors import met_by_all
 from csbp.launch import started_ranks
@@ -66,7 +67,8 @@ def run_step(words: Sequence[str], *, json_only: bool = False, out: str = "") ->
             check_step(config)
     first = next(iter(cases[0].runs.values()))
     heed_determinism(first)
-    runtime = start_runtime(first.parallel, Path, pooled=pooled(first))
+    runtime = start_runtime(first.parallel, Path, pooled=pooled(first),
+                            settings={**shared_settings(cases[0].bench), **shared_settings(first)})
     report = Report("step", words, runtime, COLUMNS, json_only, out)
     meshes = {mesh_of(first): runtime}
     for case in cases:

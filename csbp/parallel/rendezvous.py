@@ -10,12 +10,13 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
-from csbp.errors import ConfigError, UserError, met_by_all
+from csbp.errors import ConfigError, UserError, met_by_all, written
 
 # The path of a file that the ranks of one host share, where csbp has started them.
 RENDEZVOUS_FILE = "CSBP_RENDEZVOUS_FILE"
@@ -66,19 +67,40 @@ def prepare_in_turn(store: dist.Store, rank: int, world: int, work: Callable[[],
             store.set(_FIRST, answer)
         _wait(store, [f"ready-{other}" for other in range(world)])
     except _Told as told:
-        with contextlib.suppress(dist.DistNetworkError):
-            store.set(f"told-{rank}", "")
+        _leave(store, rank, world)
         with met_by_all():
             raise told.error from None
     except Exception as error:
-        with contextlib.suppress(dist.DistNetworkError):
-            store.set(_FAILED, _written(error, rank))
-            if isinstance(error, UserError):
-                error.shared = True
-            if rank == 0 and _keeps_store():
-                _linger(store, world)
+        if isinstance(error, UserError):
+            error.shared = True
+        _leave(store, rank, world, error)
         raise
     return store.get(_FIRST).decode()
+
+
+def expect_alike(store: dist.Store, rank: int, world: int, settings: Callable[[], Mapping[str, Any]]) -> None:
+    """Refuse ranks that were given different settings, before any of them does anything else.
+
+    Args:
+        store, rank, world: as ``prepare_in_turn``.
+        settings: gives this rank's, by name, as JSON holds them.
+
+    Raises:
+        ConfigError: names the first that differs, with its value on some rank and on rank 0; the same on each.
+    """
+    store = dist.PrefixStore("settings", store)
+
+    def compare() -> str:
+        mine = json.dumps(settings(), default=str)
+        if rank:
+            first, own = json.loads(store.get(_FIRST)), json.loads(mine)
+            for name in {**first, **own}:
+                if first.get(name) != own.get(name):
+                    raise ConfigError(name, own.get(name), f"so it is on rank {rank}, but {written(first.get(name))} "
+                                                           "on rank 0; start all ranks with the same settings")
+        return mine
+
+    prepare_in_turn(store, rank, world, compare)
 
 
 def lost_peer(error: BaseException) -> bool:
@@ -108,8 +130,17 @@ def _keeps_store() -> bool:
     return RENDEZVOUS_FILE not in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
+def _leave(store: dist.Store, rank: int, world: int, error: Exception | None = None) -> None:
+    """Say why, if that is known here, and that this rank knows. Rank 0 gives the others the time to read it."""
+    with contextlib.suppress(dist.DistNetworkError):
+        if error is not None:
+            store.set(_FAILED, _written(error, rank))
+        store.set(f"told-{rank}", "")
+        if rank == 0 and _keeps_store():
+            _linger(store, world)
+
+
 def _linger(store: dist.Store, world: int) -> None:
-    """Give the others the time to read why."""
     others = [f"told-{rank}" for rank in range(1, world)]
     until = time.monotonic() + _TELLING_SECONDS
     while others and time.monotonic() < until and not store.check(others):

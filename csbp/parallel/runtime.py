@@ -6,7 +6,7 @@ Ranks are numbered tp fastest, then csbp: rank = (dp_rank * csbp + csbp_rank) * 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +24,7 @@ from csbp.comm.upload import upload
 from csbp.config.mesh import axis_sizes, check_mesh
 from csbp.config.schema import ParallelConfig
 from csbp.errors import ConfigError, met_by_all
-from csbp.parallel.rendezvous import open_store, prepare_in_turn
+from csbp.parallel.rendezvous import expect_alike, open_store, prepare_in_turn
 
 
 @dataclass
@@ -130,6 +130,10 @@ class Runtime:
                 raise error
         return value
 
+    def alike(self, value: Any) -> bool:
+        """Whether every rank has rank 0's value (a picklable object)."""
+        return self.total([float(value != self.broadcast(value))]) == [0.0]
+
     def barrier(self) -> None:
         """Wait for every rank."""
         self.total([0.0])
@@ -170,7 +174,8 @@ def mesh_sizes(config: ParallelConfig, world: int) -> tuple[int, int, int]:
 
 
 def start_runtime(config: ParallelConfig, run_dir: Callable[[], Path],
-                  prepare_host: Callable[[], None] | None = None, pooled: bool = False) -> Runtime:
+                  prepare_host: Callable[[], None] | None = None, pooled: bool = False,
+                  settings: Mapping[str, Any] | None = None) -> Runtime:
     """Join the other ranks, as RANK, WORLD_SIZE and LOCAL_RANK say (one rank where they are unset).
 
     Args:
@@ -178,13 +183,19 @@ def start_runtime(config: ParallelConfig, run_dir: Callable[[], Path],
         run_dir: called on rank 0 only; where its answer comes from, and how long that takes, is the caller's business.
         prepare_host: called after it on the first rank of every other host.
         pooled: see ``Runtime``.
+        settings: what every rank must have been given alike, by name; compared before anything else.
+
+    Raises:
+        ConfigError: ranks have different settings or devices, or what ``run_dir`` or ``prepare_host`` refuse. On each.
     """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     dp, csbp, tp = mesh_sizes(config, world)
 
+    def given() -> dict[str, Any]:
+        return {**(settings or {}), "parallel.device": choose_device(config.device, local_rank).type}
+
     def prepare() -> str:
-        choose_device(config.device, local_rank)
         if rank and local_rank == 0 and prepare_host:
             prepare_host()
         return "" if rank else str(run_dir())
@@ -192,6 +203,7 @@ def start_runtime(config: ParallelConfig, run_dir: Callable[[], Path],
     folder, timeout = None, timedelta(seconds=config.timeout_seconds)
     if not dist.is_initialized():
         store = open_store(rank, world, timeout)
+        expect_alike(store, rank, world, given)
         folder = prepare_in_turn(store, rank, world, prepare)
     device = choose_device(config.device, local_rank)
     if device.type == "cuda":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from csbp.checkpoint.store import CheckpointStore
 from csbp.config.schema import NoiseConfig, ObjectiveConfig, RunConfig
 from csbp.data.stream import PackStream, open_stream
 from csbp.data.tokenizer import load_tokenizer, next_free_id
-from csbp.errors import ConfigError
+from csbp.errors import ConfigError, met_by_all
 from csbp.models.protocol import ModelAdapter
 from csbp.models.registry import get_adapter
 from csbp.parallel.apply import parallelize
@@ -72,6 +72,7 @@ def open_session(config: RunConfig, runtime: Runtime) -> Session:
     tokenizer = run_tokenizer(config)
     streams = {split: open_stream(config.data, seed=config.seed, tokenizer=tokenizer, split=split)
                for split in ("train", "validation")}
+    expect_same_documents(config, runtime, list(streams.values()))
     model = build_model(config, adapter)
     mask = mask_token(config, tokenizer, rows=model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
     optimizer, runner = make_ready(config, runtime, adapter, model)
@@ -82,6 +83,18 @@ def open_session(config: RunConfig, runtime: Runtime) -> Session:
         evaluation=Noising(objective, noise, mask, config.train.eval_seed),
         train_stream=streams["train"], held_out=streams["validation"],
         store=CheckpointStore(runtime.run_dir, keep=config.checkpoint.keep))
+
+
+def expect_same_documents(config: RunConfig, runtime: Runtime, streams: Sequence[PackStream]) -> None:
+    """Refuse hosts whose documents differ: ranks would plan different packs and wait for each other. Collective.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    if not runtime.alike([stream.digest for stream in streams]):
+        with met_by_all():
+            raise ConfigError("data.sources", [source.path for source in config.data.sources], "some host reads other "
+                              "documents than rank 0's, here or in data.validation; give all hosts the same files")
 
 
 def heed_determinism(config: RunConfig) -> None:
