@@ -1,8 +1,9 @@
 """Attention kernels held against float64 on a GPU: ``gpu_proof.py OUT.json [MASKS]``.
 
-Random packed masks per head size: out, dq, dk and dv of each backend in bfloat16 against the reference in float64,
-one launch and two simulated ranks (keys apart, merged, gradients brought home). Memory is poisoned before each run,
-so that a value that nobody wrote shows. Exits with 1 if a bound is broken. Legend as in csbp.attention.
+Random packed masks per head size: out, dq, dk and dv of each backend in bfloat16 against the reference in float64: one
+launch, two simulated ranks (keys apart, merged, gradients brought home), and two that attend rows for each other.
+Memory is poisoned before each run, so that a value that nobody wrote shows. Exits with 1 if a bound is broken. Legend
+as in csbp.attention.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,9 @@ from csbp.attention.phases import backward_phases, forward_phases
 from csbp.comm.loopback import LoopbackWorld
 from csbp.plan.forecast import whole_pack
 from csbp.plan.geometry import Geometry, LayerKind
+from csbp.plan.pieces import find_pieces
 from csbp.plan.plan import PackPlan
+from csbp.plan.tasks import Moves
 
 BOUND, TWO_RANKS = 3e-3, 1.5
 SHAPES = ((8, 2, 64), (8, 2, 128), (4, 2, 256), (4, 4, 128), (8, 1, 96), (4, 1, 512))
@@ -41,6 +45,19 @@ def draw(rng: np.random.Generator) -> tuple[Geometry, LayerKind]:
                      window=int(rng.integers(block, 600)) if rng.random() < 0.4 else None,
                      in_block=str(rng.choice(["bidirectional", "causal"])))
     return whole_pack(lengths, block, noised=True), kind
+
+
+def with_moves(rng: np.random.Generator, plan: PackPlan, kind: LayerKind) -> PackPlan:
+    """The plan of two ranks with half of all pieces attended by the other rank, wholly or up to a random key."""
+    pieces = find_pieces(plan, kind)
+    go = np.flatnonzero(rng.random(len(pieces)) < 0.5)
+    go = go[np.argsort(1 - pieces.owner[go], kind="stable")]
+    dense = pieces.dense_high > pieces.dense_low
+    cut = np.where(dense & (rng.random(len(pieces)) < 0.7),
+                   rng.integers(pieces.dense_low, np.maximum(pieces.dense_high, pieces.dense_low) + 1), pieces.high)
+    home = pieces.low.copy()
+    home[go] = cut[go]
+    return replace(plan, moves={kind.name: Moves(go, 1 - pieces.owner[go], pieces.low[go], cut[go], home, pieces.high)})
 
 
 def apart(found: Tensor, expected: Tensor) -> float:
@@ -82,7 +99,7 @@ def on_ranks(world: int, plan: PackPlan, kind: LayerKind, backend: str, inputs: 
 def worst_of(backend: str, heads: int, kv_heads: int, dim: int, masks: int) -> dict[str, Any]:
     """Largest errors of one backend and head shape over random masks."""
     rng, scale = np.random.default_rng(dim + heads), dim ** -0.5
-    one, two = np.zeros(4), np.zeros(4)
+    one, two, moved = np.zeros((3, 4))
     for _ in range(masks):
         geometry, kind = draw(rng)
         rows = geometry.num_clean + geometry.num_noised
@@ -93,14 +110,16 @@ def worst_of(backend: str, heads: int, kv_heads: int, dim: int, masks: int) -> d
                          "cuda", "reference").kinds[kind.name].here
         out, lse = reference.forward(q, k, v, mask, scale)
         expected = [out, *reference.backward(dout, q, k, v, out, lse, mask, scale)]
-        for world, errors in ((1, one), (2, two)):
-            plan = PackPlan(geometry, (kind,), world)
-            found = on_ranks(world, plan, kind, backend, inputs, scale)
+        apart_plan = PackPlan(geometry, (kind,), 2)
+        for plan, errors in ((PackPlan(geometry, (kind,), 1), one), (apart_plan, two),
+                             (with_moves(rng, apart_plan, kind), moved)):
+            found = on_ranks(plan.world, plan, kind, backend, inputs, scale)
             np.maximum(errors, [apart(a, b) for a, b in zip(found, expected, strict=True)], out=errors)
-    fine = bool(np.all(one < BOUND) and np.all(two < TWO_RANKS * np.maximum(one, 1e-9)))
+    fine = bool(np.all(one < BOUND) and np.all(np.maximum(two, moved) < TWO_RANKS * np.maximum(one, 1e-9)))
     return {"backend": backend, "heads": heads, "kv_heads": kv_heads, "head_dim": dim, "masks": masks,
             "one_rank": dict(zip(NAMES, one.tolist(), strict=True)),
-            "two_ranks": dict(zip(NAMES, two.tolist(), strict=True)), "fine": fine}
+            "two_ranks": dict(zip(NAMES, two.tolist(), strict=True)),
+            "two_ranks_moved": dict(zip(NAMES, moved.tolist(), strict=True)), "fine": fine}
 
 
 def usable(backend: str, dim: int) -> str:
