@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
-from exact import assert_exact, assert_sent_as_planned, expected, noising, step_on_ranks
+from exact import Share, assert_exact, assert_sent_as_planned, expected, noising, step_on_ranks
 from packs import make_pack
 
 from csbp.data.batch import join
@@ -19,6 +20,13 @@ def packs() -> list:
     return [make_pack(list(lengths), seed=n, first_id=10 * n) for n, lengths in enumerate(LENGTHS)]
 
 
+def check(shares: Sequence[Share]) -> None:
+    """All ranks have made the same plans, which move something, and have sent what these say."""
+    assert len({tuple(plan.digest() for plan in share.plans) for share in shares}) == 1
+    assert_sent_as_planned(shares)
+    assert sum(share.sent_rows["queries"] for share in shares) > 0
+
+
 @pytest.mark.parametrize(("world", "block", "options", "cad"), [
     (2, 128, {"clean_stream": "token_causal", "ar_weight": 0.3}, {}),
     pytest.param(4, 128, {}, {}, marks=pytest.mark.slow),
@@ -30,12 +38,11 @@ def test_within_an_axis(ranks, world, block, options, cad):
     pack, how = make_pack([330, 20], seed=3), noising(block, **options)
     shares = ranks(world, partial(step_on_ranks, cad={**FREE, **cad}), [pack], how)
     assert_exact(shares, expected([pack], how), [[0]] * world)
-    assert_sent_as_planned(shares)
-    assert sum(share.sent_rows["queries"] for share in shares) > 0
+    check(shares)
 
 
 @pytest.mark.parametrize(("csbp", "parallel"), [
-    pytest.param(2, {}, marks=pytest.mark.slow), (1, {"kind": "data"}),
+    (2, {}), (1, {"kind": "data"}),
     pytest.param(2, {"checkpointing": "full"}, marks=pytest.mark.slow),
     pytest.param(1, {"kind": "data", "tp": 2}, marks=pytest.mark.slow)])
 def test_over_all_replicas(ranks, csbp, parallel):
@@ -46,8 +53,17 @@ def test_over_all_replicas(ranks, csbp, parallel):
         assert_exact(shares, answer, [[0]] * 4)
     else:
         assert all(abs(share.loss - answer.loss) <= 1e-10 for share in shares)
-    assert_sent_as_planned(shares)
-    assert sum(share.sent_rows["queries"] for share in shares) > 0
+    check(shares)
+
+
+@pytest.mark.slow
+def test_in_each_replica(ranks):
+    both, how = [packs()[0], make_pack([150, 90], seed=1, first_id=10)], noising(64)
+    shares = ranks(4, partial(step_on_ranks, csbp=2, cad=FREE), both, how)
+    assert_exact(shares, expected(both, how), [[0], [0], [1], [1]])
+    for replica in (shares[:2], shares[2:]):
+        check(replica)
+    assert shares[0].plans[0].digest() != shares[2].plans[0].digest()
 
 
 @pytest.mark.slow
@@ -57,4 +73,4 @@ def test_a_step_that_is_a_pack_short(ranks):
     shares = ranks(2, partial(step_on_ranks, csbp=1, parallel={"kind": "data"}, cad={**FREE, "pool": "dp"}), three, how)
     answer = expected([join(three[:2]), three[2]], how)
     assert_exact(shares, answer, [[0, 1]] * 2)
-    assert_sent_as_planned(shares)
+    check(shares)

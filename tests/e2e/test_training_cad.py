@@ -40,14 +40,18 @@ def without(ranks: Any, corpus: Path, tmp_path_factory: pytest.TempPathFactory) 
     return folder
 
 
+def check(found: Path, without: Path) -> None:
+    """The same losses and gradient norms, and something moved."""
+    np.testing.assert_allclose(losses(found), losses(without), rtol=1e-5)
+    norms = [[row["grad_norm"] for row in steps_of(folder)] for folder in (found, without)]
+    np.testing.assert_allclose(*norms, rtol=1e-4)
+    assert any(a["wire_bytes"] != b["wire_bytes"] for a, b in zip(steps_of(found), steps_of(without), strict=True))
+
+
 @pytest.mark.parametrize("pool", ["csbp", "dp"])
 def test_losses_are_those_without(ranks: Any, corpus: Path, tmp_path: Path, without: Path, pool: str) -> None:
     assert ranks(4, train_here, run(corpus, tmp_path, cad=cad(corpus, pool))) == [0] * 4
-    np.testing.assert_allclose(losses(tmp_path), losses(without), rtol=1e-5)
-    norms = [[row["grad_norm"] for row in steps_of(folder)] for folder in (tmp_path, without)]
-    np.testing.assert_allclose(*norms, rtol=1e-4)
-    more = [a["wire_bytes"] != b["wire_bytes"] for a, b in zip(steps_of(tmp_path), steps_of(without), strict=True)]
-    assert any(more)
+    check(tmp_path, without)
 
 
 def train_with_own_profile(config: Any, folder: str) -> int:
@@ -80,4 +84,4 @@ def test_goes_on_without_and_over_replicas(ranks: Any, corpus: Path, tmp_path: P
 def test_compiled_layers_agree(ranks: Any, corpus: Path, tmp_path: Path, without: Path, pool: str) -> None:
     asked = run(corpus, tmp_path, cad=cad(corpus, pool), parallel={"csbp": 2, "compile": True})
     assert ranks(4, train_here, asked, timeout=800) == [0] * 4
-    np.testing.assert_allclose(losses(tmp_path), losses(without), rtol=1e-5)
+    check(tmp_path, without)
