@@ -34,6 +34,8 @@ def parallelize(model: nn.Module, units: Sequence[nn.Module], config: ParallelCo
     # Checkpointing before compilation: the compiler must see it to decide what to keep.
     apply_checkpointing(units, config.checkpointing)
     if config.compile:
+        # A model's numbers never change. As inputs they would be tensors on the CPU, in each call of a unit.
+        torch._dynamo.config.specialize_float = True
         for unit in units:
             # Lengths differ from pack to pack; one graph serves all.
             unit.compile(dynamic=True)

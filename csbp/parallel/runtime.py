@@ -215,10 +215,11 @@ def start_runtime(config: ParallelConfig, run_dir: Callable[[], Path],
             "nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world, store=store, timeout=timeout,
             device_id=device if device.type == "cuda" else None)
     # Two views of the same ranks: rows travel along csbp; weights are sharded over dp x csbp, copies apart.
-    transport = make_transport(np.arange(world).reshape((1, -1, tp) if pooled else (dp, csbp, tp)), device, timeout)
     copies = config.dp_replicate
     weights = init_device_mesh(device.type, (copies, world // tp // copies, tp),
                                mesh_dim_names=("replicate", "shard", "tp"))
+    # Last: DTensor remembers names of a mesh's groups, which are numbers, beyond the run that made them.
+    transport = make_transport(np.arange(world).reshape((1, -1, tp) if pooled else (dp, csbp, tp)), device, timeout)
     runtime = Runtime(rank, world, local_rank, device, dp, csbp,
                       weights["shard"] if copies == 1 else weights["replicate", "shard"], transport, Path(),
                       scheme="csbp" if config.kind == "data" else config.kind, exchange=config.exchange,
