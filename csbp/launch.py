@@ -8,14 +8,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from csbp.config.compose import compose_run
 from csbp.config.schema import RunConfig
 from csbp.config.typed import save_config
 from csbp.config.validate import validate_run
-from csbp.errors import ConfigError, met_by_all
+from csbp.errors import ConfigError, UserError, met_by_all
 from csbp.output import called_as, script
 from csbp.rundir import CONFIG, claim_run_dir, has_checkpoint, record_start
 from csbp.supervise import Outcome, RankCommand, supervise
@@ -37,7 +38,7 @@ def train(words: Sequence[str]) -> int:
     Raises:
         ConfigError: the configuration cannot run, or does not fit the ranks that were started.
     """
-    with met_by_all():
+    with before_ranks(), met_by_all():
         config = compose_run(words)
         validate_run(config)
     world = started_ranks()
@@ -45,13 +46,27 @@ def train(words: Sequence[str]) -> int:
         refuse_lone_process(config)
         return _start_ranks(config, words)
     if world != config.parallel.nproc:
-        with met_by_all():
+        with before_ranks(), met_by_all():
             raise ConfigError("parallel.nproc", config.parallel.nproc,
                               f"{world} rank(s) were started (WORLD_SIZE={world}); set parallel.nproc={world}, or "
                               "unset RANK and WORLD_SIZE to let csbp start its own")
     from csbp.worker import run_started_rank
 
     return run_started_rank(config)
+
+
+@contextmanager
+def before_ranks() -> Iterator[None]:
+    """Around what a rank does before it meets the others: those of other hosts, which may have been given other words,
+    are told why it does not come."""
+    try:
+        yield
+    except UserError as error:
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("GROUP_WORLD_SIZE") != "1":
+            from csbp.parallel.rendezvous import tell_others
+
+            tell_others(error)
+        raise
 
 
 def started_ranks() -> int | None:

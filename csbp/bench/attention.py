@@ -18,8 +18,9 @@ from csbp.bench.records import Report, check_out, short_length, slow_link
 from csbp.config.bench import BenchAttentionConfig
 from csbp.config.fields import nearest_name
 from csbp.config.schema import ParallelConfig
+from csbp.config.shared import shared_settings
 from csbp.errors import ConfigError, met_by_all
-from csbp.launch import started_ranks
+from csbp.launch import before_ranks, started_ranks
 from csbp.parallel.runtime import Runtime, start_runtime
 
 COLUMNS = {"forward_ms": "fwd ms", "backward_ms": "bwd ms", "iqr_ms": "IQR ms", "forward_tflops": "fwd TFLOP/s",
@@ -42,14 +43,16 @@ def run_attention(words: Sequence[str], *, json_only: bool = False, out: str = "
         ConfigError: a setting that cannot be measured here; before any measurement.
     """
     world = started_ranks() or 1
-    with met_by_all():
+    with before_ranks(), met_by_all():
         cases = attention_cases(words, world, torch.cuda.is_available())
         check_out(out)
         for case in cases:
             if not torch.cuda.is_available():
                 refuse_endless(case, world)
     parallel = ParallelConfig(nproc=world, device=cases[0].device, threads=cases[0].threads)
-    runtime = start_runtime(parallel, Path)
+    given = {f"{name} ({case.name})": value for case in cases for name, value in shared_settings(case).items()
+             if name not in ("device", "threads")}  # a host's own
+    runtime = start_runtime(parallel, Path, settings=given)
     with met_by_all():
         backends = [usable_backends(case, runtime.device) for case in cases]
     report = Report("attention", words, runtime, COLUMNS, json_only, out)

@@ -24,7 +24,7 @@ from csbp.config.schema import ParallelConfig, RunConfig
 from csbp.config.shared import shared_settings
 from csbp.data.batch import PackedBatch
 from csbp.errors import met_by_all
-from csbp.launch import started_ranks
+from csbp.launch import before_ranks, started_ranks
 from csbp.models.registry import get_adapter
 from csbp.observe.accounting import utilisation
 from csbp.parallel.runtime import Runtime, choose_device, start_runtime
@@ -59,12 +59,13 @@ def run_step(words: Sequence[str], *, json_only: bool = False, out: str = "") ->
         ConfigError: a setting that cannot be measured here; before any measurement.
     """
     world = started_ranks() or 1
-    with met_by_all():
-        cases = step_cases(words, world)
-        check_out(out)
-    for case in cases:
-        for config in case.runs.values():
-            check_step(config)
+    with before_ranks():
+        with met_by_all():
+            cases = step_cases(words, world)
+            check_out(out)
+        for case in cases:
+            for config in case.runs.values():
+                check_step(config)
     first = next(iter(cases[0].runs.values()))
     heed_determinism(first)
     runtime = start_runtime(first.parallel, Path, pooled=pooled(first),

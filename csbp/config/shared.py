@@ -8,9 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 # A host's own affair, or taken from rank 0 alone. Of devices, those that ranks get are compared (start_runtime); of
-# documents, what they say (open_session), wherever they lie.
-_OWN = re.compile(r"run_dir|data\.cache_dir|cad\.profile|parallel\.(threads|device)|observe\..*"
-                  r"|data\.(sources|validation)\.\d+\.path")
+# documents, tokenizers and weights, what is in them (open_session, make_ready), wherever they lie.
+_OWN = re.compile(r"run_dir|data\.(cache_dir|tokenizer)|model\.path|cad\.profile|parallel\.(threads|device)|observe\..*"
+                  r"|plan\..*|data\.(sources|validation)\.\d+\.path")
 
 
 def shared_settings(config: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from csbp.errors import ConfigError, UserError, met_by_all, written
 
 # The path of a file that the ranks of one host share, where csbp has started them.
 RENDEZVOUS_FILE = "CSBP_RENDEZVOUS_FILE"
-_FIRST, _FAILED = "first", "failed"
+_FIRST, _FAILED, _SETTINGS = "first", "failed", "settings"
 # What gloo and NCCL say then; their errors have no type of their own.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
 _LONGEST_PAUSE = 0.5
@@ -32,6 +32,9 @@ def open_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
 
     Args:
         timeout: longest wait for the store to be there, and later for one of its keys.
+
+    Raises:
+        UserError: it is not there, or not all ranks have come to it.
     """
     path = os.environ.get(RENDEZVOUS_FILE)
     if path:
@@ -39,18 +42,25 @@ def open_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
     elif world == 1 and "MASTER_ADDR" not in os.environ:
         store = dist.HashStore()
     else:
-        store = next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))[0]
+        try:
+            store = next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))[0]
+        except dist.DistError as error:
+            at = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+            raise UserError(f"rank {rank} cannot meet the others at {at}, within {timeout.total_seconds():g} seconds "
+                            f"(parallel.timeout_seconds): {str(error).splitlines()[0]}") from error
     store.set_timeout(timeout)
     return dist.PrefixStore("csbp", store)
 
 
-def prepare_in_turn(store: dist.Store, rank: int, world: int, work: Callable[[], str]) -> str:
+def prepare_in_turn(store: dist.Store, rank: int, world: int, work: Callable[[], str],
+                    patience: timedelta = timedelta.max) -> str:
     """Do what comes before a run: on rank 0, then on all the others, however long it takes.
 
     Args:
         store: of all ranks.
         rank, world: as torchrun numbers them.
         work: this rank's part.
+        patience: longest wait for rank 0, and for the others.
 
     Returns:
         Rank 0's answer, on every rank, once all are ready.
@@ -60,12 +70,12 @@ def prepare_in_turn(store: dist.Store, rank: int, world: int, work: Callable[[],
     """
     try:
         if rank:
-            _wait(store, [_FIRST])
+            _wait(store, [_FIRST], patience)
         answer = work()
         store.set(f"ready-{rank}", "")
         if rank == 0:
             store.set(_FIRST, answer)
-        _wait(store, [f"ready-{other}" for other in range(world)])
+        _wait(store, [f"ready-{other}" for other in range(world)], patience)
     except _Told as told:
         _leave(store, rank, world)
         with met_by_all():
@@ -78,17 +88,20 @@ def prepare_in_turn(store: dist.Store, rank: int, world: int, work: Callable[[],
     return store.get(_FIRST).decode()
 
 
-def expect_alike(store: dist.Store, rank: int, world: int, settings: Callable[[], Mapping[str, Any]]) -> None:
+def expect_alike(store: dist.Store, rank: int, world: int, settings: Callable[[], Mapping[str, Any]],
+                 patience: timedelta) -> None:
     """Refuse ranks that were given different settings, before any of them does anything else.
 
     Args:
         store, rank, world: as ``prepare_in_turn``.
         settings: gives this rank's, by name, as JSON holds them.
+        patience: longest wait for the others to come.
 
     Raises:
         ConfigError: names the first that differs, with its value on some rank and on rank 0; the same on each.
+        UserError: some rank has not come. What ``tell_others`` was given elsewhere.
     """
-    store = dist.PrefixStore("settings", store)
+    store = dist.PrefixStore(_SETTINGS, store)
 
     def compare() -> str:
         mine = json.dumps(settings(), default=str)
@@ -100,7 +113,24 @@ def expect_alike(store: dist.Store, rank: int, world: int, settings: Callable[[]
                                                            "on rank 0; start all ranks with the same settings")
         return mine
 
-    prepare_in_turn(store, rank, world, compare)
+    prepare_in_turn(store, rank, world, compare, patience)
+
+
+def tell_others(error: UserError) -> None:
+    """Tell ranks on other hosts that this one will not come to ``expect_alike``, or give up after a few seconds.
+
+    Only where torchrun holds the store: another one may not be there.
+    """
+    rank, world, here = (int(os.environ.get(name) or 1) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if world == here or _keeps_store():
+        return
+    with contextlib.suppress(dist.DistError, UserError):
+        store = dist.PrefixStore(_SETTINGS, open_store(rank, world, timedelta(seconds=_TELLING_SECONDS)))
+        if isinstance(error, ConfigError):
+            error = ConfigError(error.field, error.value, f"{error.fix} (so it is on rank {rank})")
+        _leave(store, rank, world, error)
+        if rank < here:  # torchrun's store ends with the first rank of this host
+            _linger(store, range(here, world))
 
 
 def lost_peer(error: BaseException) -> bool:
@@ -113,12 +143,16 @@ class _Told(Exception):
         self.error = error
 
 
-def _wait(store: dist.Store, keys: list[str]) -> None:
-    pause = 0.01
+def _wait(store: dist.Store, keys: list[str], patience: timedelta) -> None:
+    pause, begun = 0.01, time.monotonic()
     try:
         while not store.check(keys):
             if store.check([_FAILED]):
                 raise _Told(_read(store.get(_FAILED)))
+            if time.monotonic() - begun > patience.total_seconds():
+                missing = [key.removeprefix("ready-").replace(_FIRST, "0") for key in keys if not store.check([key])]
+                raise UserError(f"these ranks have not come within {patience.total_seconds():g} seconds "
+                                f"(parallel.timeout_seconds), their hosts may say why: {', '.join(missing)}")
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE)
     except dist.DistNetworkError as error:
@@ -137,11 +171,11 @@ def _leave(store: dist.Store, rank: int, world: int, error: Exception | None = N
             store.set(_FAILED, _written(error, rank))
         store.set(f"told-{rank}", "")
         if rank == 0 and _keeps_store():
-            _linger(store, world)
+            _linger(store, range(1, world))
 
 
-def _linger(store: dist.Store, world: int) -> None:
-    others = [f"told-{rank}" for rank in range(1, world)]
+def _linger(store: dist.Store, ranks: range) -> None:
+    others = [f"told-{rank}" for rank in ranks]
     until = time.monotonic() + _TELLING_SECONDS
     while others and time.monotonic() < until and not store.check(others):
         time.sleep(0.05)
@@ -149,10 +183,14 @@ def _linger(store: dist.Store, world: int) -> None:
 
 def _written(error: Exception, rank: int) -> str:
     if isinstance(error, ConfigError):
-        return json.dumps([error.field, error.value, error.fix], default=str)
+        value = [] if error.value is ... else [error.value]
+        return json.dumps([error.field, *value, error.fix], default=str)
     return json.dumps([str(error) if isinstance(error, UserError) else f"rank {rank}: {type(error).__name__}: {error}"])
 
 
 def _read(written: bytes) -> UserError:
     parts = json.loads(written)
-    return ConfigError(*parts) if len(parts) == 3 else UserError(*parts)
+    if len(parts) == 1:
+        return UserError(*parts)
+    field, *value, fix = parts
+    return ConfigError(field, value[0] if value else ..., fix)

@@ -203,7 +203,7 @@ def start_runtime(config: ParallelConfig, run_dir: Callable[[], Path],
     folder, timeout = None, timedelta(seconds=config.timeout_seconds)
     if not dist.is_initialized():
         store = open_store(rank, world, timeout)
-        expect_alike(store, rank, world, given)
+        expect_alike(store, rank, world, given, timeout)
         folder = prepare_in_turn(store, rank, world, prepare)
     device = choose_device(config.device, local_rank)
     if device.type == "cuda":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,14 +66,15 @@ def open_session(config: RunConfig, runtime: Runtime) -> Session:
     """Tokenizer, data, model, optimizer. Collective.
 
     Raises:
-        ConfigError: something in the configuration cannot work with this tokenizer, data or model.
+        ConfigError: something in the configuration cannot work with this tokenizer, data or model, or hosts have
+            different ones.
     """
     heed_determinism(config)
     adapter = get_adapter(config.model.family)
     tokenizer = run_tokenizer(config)
     streams = {split: open_stream(config.data, seed=config.seed, tokenizer=tokenizer, split=split)
                for split in ("train", "validation")}
-    expect_same_documents(config, runtime, list(streams.values()))
+    expect_same_documents(config, runtime, list(streams.values()), next_free_id(tokenizer))
     model = build_model(config, adapter)
     mask = mask_token(config, tokenizer, rows=model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
     optimizer, runner = make_ready(config, runtime, adapter, model)
@@ -85,16 +87,50 @@ def open_session(config: RunConfig, runtime: Runtime) -> Session:
         store=CheckpointStore(runtime.run_dir, keep=config.checkpoint.keep))
 
 
-def expect_same_documents(config: RunConfig, runtime: Runtime, streams: Sequence[PackStream]) -> None:
-    """Refuse hosts whose documents differ: ranks would plan different packs and wait for each other. Collective.
+def expect_same_documents(config: RunConfig, runtime: Runtime, streams: Sequence[PackStream],
+                          vocabulary: int) -> None:
+    """Refuse hosts whose documents or tokenizers differ: ranks would plan different packs and wait for each other.
+    Collective.
+
+    Args:
+        vocabulary: ids of this rank's tokenizer.
 
     Raises:
         ConfigError: on every rank.
     """
-    if not runtime.alike([stream.digest for stream in streams]):
-        with met_by_all():
+    same_ids, same_packs = runtime.alike(vocabulary), runtime.alike([stream.digest for stream in streams])
+    with met_by_all():
+        if not same_packs:
             raise ConfigError("data.sources", [source.path for source in config.data.sources], "some host reads other "
                               "documents than rank 0's, here or in data.validation; give all hosts the same files")
+        if not same_ids:
+            raise ConfigError("data.tokenizer", config.data.tokenizer or config.model.path, "some host has another "
+                              f"tokenizer than rank 0's, here of {vocabulary} ids; give all hosts the same files")
+
+
+def expect_same_weights(config: RunConfig, runtime: Runtime, model: nn.Module) -> None:
+    """Refuse hosts whose models differ in shape, or in weights that were read: each rank keeps a part of its own.
+    Collective.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    if not runtime.alike(_weights_digest(model, read=config.model.init == "pretrained")):
+        with met_by_all():
+            raise ConfigError("model.path", config.model.path, "some host has another model than rank 0's; give all "
+                                                               "hosts the same files")
+
+
+def _weights_digest(model: nn.Module, read: bool) -> str:
+    """Of names, shapes and, of weights that were read, about a thousand numbers of each. Random ones may differ in
+    their last bits between processors."""
+    digest = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        digest.update(repr((name, tuple(value.shape))).encode())
+        if read:
+            flat = value.flatten()
+            digest.update(flat[::max(1, len(flat) // 1024)].double().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def heed_determinism(config: RunConfig) -> None:
@@ -108,6 +144,7 @@ def make_ready(config: RunConfig, runtime: Runtime, adapter: ModelAdapter,
                model: nn.Module) -> tuple[torch.optim.AdamW, StepRunner]:
     """Move a full-size model, equal on every rank, to its device and shard it there; its optimizer and its runner.
     Collective."""
+    expect_same_weights(config, runtime, model)
     model.to(runtime.device)
     compute = torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32
     parallelize(model, adapter.units(model), config.parallel, runtime, compute, adapter.tp_plan(model))

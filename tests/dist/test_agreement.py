@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from runs import make_corpus, tiny_run, train_here
+from transformers import PreTrainedTokenizerFast
 
 from csbp.config.cad import pooled
-from csbp.config.schema import RunConfig, SourceConfig
+from csbp.config.schema import ModelConfig, ParallelConfig, RunConfig, SourceConfig
 from csbp.config.shared import shared_settings
 from csbp.errors import ConfigError
 from csbp.parallel.rendezvous import RENDEZVOUS_FILE
 from csbp.parallel.runtime import start_runtime
+from csbp.train.session import expect_same_weights
 
 Ranks = Callable[..., list[Any]]
 
@@ -64,7 +67,8 @@ def test_what_is_a_hosts_own_may_differ(ranks: Ranks, tmp_path: Path) -> None:
     first = run(tmp_path)
     source = replace(first.data.sources[0], path="/elsewhere")
     other = tiny_run(tmp_path, tmp_path / "other", parallel={"nproc": 2, "threads": 2, "device": "auto"},
-                     data={"cache_dir": "/scratch", "sources": [source]}, cad={"profile": "mine.json"},
+                     data={"cache_dir": "/scratch", "sources": [source], "tokenizer": "/elsewhere"},
+                     model={"path": "/elsewhere"}, cad={"profile": "mine.json"}, plan={"device": "cpu"},
                      observe={"progress": "bar"})
     assert ranks(2, started, [first, other], str(tmp_path)) == [("", [1], [2.0]), ("", [], [2.0])]
 
@@ -85,6 +89,36 @@ def test_hosts_with_other_documents_are_refused(ranks: Ranks, tmp_path: Path) ->
     configs = [tiny_run(folder, tmp_path / "run") for folder in folders]
     for message in ranks(2, train_as, configs):
         assert message.startswith("data.sources=[") and "some host reads other documents than rank 0's" in message
+
+
+def test_hosts_with_other_tokenizers_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """Their texts are the same tokens, but they would not mean the same by [MASK]."""
+    folders = [make_corpus(tmp_path / name) for name in ("first", "second")]
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folders[1] / "tokenizer")
+    tokenizer.add_tokens(["<never seen>"])
+    tokenizer.save_pretrained(folders[1] / "tokenizer")
+    for rank, message in enumerate(ranks(2, train_as, [tiny_run(folder, tmp_path / "run") for folder in folders])):
+        assert f"another tokenizer than rank 0's, here of {257 + rank} ids" in message
+
+
+def weigh(init: str, value: float, wide: int) -> str:
+    """What is said of a model that differs on rank 1."""
+    model, mine = torch.nn.Linear(3000, 2), dist.get_rank() == 1
+    torch.nn.init.zeros_(model.weight)
+    torch.nn.init.constant_(model.bias, value if mine else 0.0)
+    runtime = start_runtime(ParallelConfig(nproc=2, device="cpu"), Path)
+    try:
+        expect_same_weights(RunConfig(model=ModelConfig(init=init)), runtime, model if not mine else
+                            torch.nn.Sequential(*[model] * wide) if wide else model)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("init", "value", "wide", "refused"), [
+    ("pretrained", 0.0, 0, False), ("pretrained", 1e-6, 0, True), ("random", 1e-6, 0, False), ("random", 0.0, 2, True)])
+def test_hosts_with_other_models_are_refused(ranks: Ranks, init: str, value: float, wide: int, refused: bool) -> None:
+    assert ["another model than rank 0's" in said for said in ranks(2, weigh, init, value, wide)] == [refused] * 2
 
 
 def test_settings_are_compared_one_by_one(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from csbp.errors import ConfigError, UserError
-from csbp.parallel.rendezvous import RENDEZVOUS_FILE, lost_peer, open_store, prepare_in_turn
+from csbp.launch import train
+from csbp.parallel.rendezvous import RENDEZVOUS_FILE, expect_alike, lost_peer, open_store, prepare_in_turn
 
 SHORT = timedelta(seconds=1)
 
@@ -34,9 +35,7 @@ def meeting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp
         folder.mkdir()
         monkeypatch.setenv(RENDEZVOUS_FILE, str(folder / "rendezvous"))
         return
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("MASTER_ADDR", "localhost")
 
 
@@ -128,6 +127,49 @@ def test_rank_0_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
 
     with pytest.raises(UserError, match="rank 0 has ended"):
         prepare_in_turn(Gone(), 1, 2, lambda: "")  # type: ignore[arg-type]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+def test_ranks_that_never_come_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(RENDEZVOUS_FILE, str(tmp_path / "rendezvous"))
+    with pytest.raises(UserError, match=r"have not come within 1 seconds .*: 1, 2$"):
+        expect_alike(open_store(0, 3, SHORT), 0, 3, dict, SHORT)
+    monkeypatch.delenv(RENDEZVOUS_FILE)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(UserError, match="rank 0 cannot meet the others at localhost"):
+        open_store(0, 2, SHORT)
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+@pytest.mark.parametrize(("words", "said"), [
+    (["experiment=quickstart", "parallel.nproc=2", "parallel.csbp=3"], r"parallel.csbp=3: must divide"),
+    (["experiment=quickstart", "parallel.nproc=4"], r"parallel.nproc=4: 2 rank\(s\) were started"),
+    ([], "experiment: say which"),
+])
+def test_a_host_with_unusable_words_tells_the_others(monkeypatch: pytest.MonkeyPatch, refused: int, words: list[str],
+                                                     said: str) -> None:
+    """Two hosts of one rank under torchrun, whose agent holds the store."""
+    waits = 1 - refused
+    agent = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    given = {"MASTER_ADDR": "localhost", "MASTER_PORT": agent.port, "TORCHELASTIC_USE_AGENT_STORE": True,
+             "TORCHELASTIC_RUN_ID": "none", "RANK": refused, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0,
+             "GROUP_WORLD_SIZE": 2}
+    for name, value in given.items():
+        monkeypatch.setenv(name, str(value))
+    store = open_store(waits, 2, timedelta(seconds=60))
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(expect_alike, store, waits, 2, dict, timedelta(seconds=60))
+        with pytest.raises(ConfigError, match=said):
+            train(words)
+        with pytest.raises(ConfigError, match=rf"{said}.*\(so it is on rank {refused}\)"):
+            waiting.result()
 
 
 def leave_one() -> str:
