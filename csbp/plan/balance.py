@@ -32,12 +32,11 @@ def lower_bound(cost: np.ndarray, world: int) -> int:
     return max(-(-int(cost.sum()) // world), int(cost.max(initial=0)))
 
 
-def _runs(mine: np.ndarray, document: np.ndarray, cost: np.ndarray, rows: np.ndarray) -> _Runs:
-    opens = np.flatnonzero((np.diff(mine, prepend=-2) > 1) | (np.diff(document[mine], prepend=-1) != 0))
-    if not len(opens):
-        return _Runs(*(np.zeros(0, np.int64),) * 4)
-    first, end = mine[opens], mine[np.append(opens[1:], len(mine)) - 1] + 1
-    return _Runs(first, end, np.add.reduceat(cost[mine], opens), np.add.reduceat(rows[mine], opens))
+def _runs(mine: np.ndarray, document: np.ndarray, before: np.ndarray, rows_before: np.ndarray) -> _Runs:
+    theirs = document[mine]
+    closes = ((mine[1:] > mine[:-1] + 1) | (theirs[1:] != theirs[:-1])).nonzero()[0]
+    first, end = np.concatenate([mine[:1], mine[closes + 1]]), np.concatenate([mine[closes], mine[-1:]]) + 1
+    return _Runs(first, end, before[end] - before[first], rows_before[end] - rows_before[first])
 
 
 def _best(change: np.ndarray, gap: int, fits: np.ndarray) -> int | None:
@@ -49,13 +48,12 @@ def _best(change: np.ndarray, gap: int, fits: np.ndarray) -> int | None:
 
 def _whole(full: _Runs, other: _Runs, gap: int, room: int, slack: int) -> tuple[int, list[slice], list[slice]] | None:
     """The best move of a whole run to the other rank, or swap of two: its cost, what goes and what comes."""
-    cost, rows = np.append(other.cost, 0), np.append(other.rows, 0)
+    cost, rows = np.concatenate((other.cost, [0])), np.concatenate((other.rows, [0]))
     # Of the runs that could come back, only the nearest in cost to what is wanted matter.
-    order = np.argsort(cost, kind="stable")
-    wanted = full.cost - gap // 2
-    at = np.searchsorted(cost[order], wanted)
-    back = order[np.clip(at[:, None] + np.arange(-4, 4), 0, len(order) - 1)]
-    back = np.concatenate([np.full((len(full.cost), 1), len(cost) - 1), back], 1)
+    order = cost.argsort(kind="stable")
+    at = cost[order].searchsorted(full.cost - gap // 2)
+    near = np.minimum(np.maximum(at[:, None] + np.arange(-4, 4), 0), len(order) - 1)
+    back = np.concatenate([np.full((len(at), 1), len(order) - 1), order[near]], 1)
     change, grows = full.cost[:, None] - cost[back], full.rows[:, None] - rows[back]
     best = _best(change.ravel(), gap, ((grows <= room) & (-grows <= slack)).ravel())
     if best is None:
@@ -103,9 +101,10 @@ def rebalance(owner: np.ndarray, document: np.ndarray, cost: np.ndarray, rows: n
     np.add.at(held, owner, rows)
     bound = lower_bound(cost, world)
     close = bound + bound // CLOSE
+    before, rows_before = (np.concatenate([[0], np.cumsum(values)]) for values in (cost, rows))
 
     def runs_of(rank: int) -> _Runs:
-        return _runs(np.flatnonzero(owner == rank), document, cost, rows)
+        return _runs((owner == rank).nonzero()[0], document, before, rows_before)
 
     def improve(rank: int, full: _Runs) -> bool:
         for other in np.argsort(load, kind="stable")[:min(RECEIVERS, world - 1)]:
@@ -119,8 +118,10 @@ def rebalance(owner: np.ndarray, document: np.ndarray, cost: np.ndarray, rows: n
                 continue
             for units, target, source in [(u, other, rank) for u in move[1]] + [(u, rank, other) for u in move[2]]:
                 owner[units] = target
-                load[[source, target]] += np.array([-1, 1]) * cost[units].sum()
-                held[[source, target]] += np.array([-1, 1]) * rows[units].sum()
+                for total, values in ((load, cost), (held, rows)):
+                    amount = values[units].sum()
+                    total[source] -= amount
+                    total[target] += amount
             return True
         return False
 

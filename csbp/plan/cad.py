@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from csbp.config.mesh import axis_sizes
 from csbp.config.schema import RunConfig
 from csbp.plan.cost import FEMTO, CostModel
-from csbp.plan.counts import kind_counts
 from csbp.plan.disaggregate import CadSettings, base_bytes, disaggregate
 from csbp.plan.estimate import DEVICES, Device
 from csbp.plan.plan import PackPlan
-from csbp.plan.priced import attention_passes, row_pace
+from csbp.plan.priced import KindSeconds, kind_seconds
 from csbp.plan.profiles import load_profile
-from csbp.plan.seconds import exposed_seconds
 from csbp.plan.shapes import AttentionLayers, ModelShape
 from csbp.plan.split import split_shape
 from csbp.plan.tasks import Moves
 from csbp.plan.work import StepBytes, layer_rates
 
 _ALIKE = 0.01  # part by which ranks' rows may differ and still take as long
+
+
+class _Priced(NamedTuple):
+    """A plan, its layers, and seconds of the slowest rank in a step."""
+
+    plan: PackPlan
+    layers: dict[AttentionLayers, KindSeconds]
+    step: float
 
 
 @dataclass(frozen=True)
@@ -53,27 +62,18 @@ class Cad:
         has the shorter step by prediction; unchanged where neither saves ``min_gain`` of it."""
         if plan.world == 1:
             return plan
-        best, least, rows = plan, self.step_seconds(plan) * (1 - self.settings.min_gain), plan.holding.row_counts
-        alike = rows.max() - rows.min() <= _ALIKE * rows.max()  # then there is but one way
-        for together in (False,) if alike else (False, True):
-            tried = plan.with_moves({part.kind.name: self._moves(plan, part, together)
-                                     for part in self.shape.attention if part.kind in plan.kinds})
-            if tried.served and (found := self.step_seconds(tried)) < least:
-                best, least = tried, found
-        return best
+        home, rows = self._priced(plan), plan.holding.row_counts
+        best, least = home, home.step * (1 - self.settings.min_gain)
+        apart = bool(rows.max() - rows.min() > _ALIKE * rows.max())  # else there is but one way
+        for together in [False] + [True] * apart:
+            tried = self._tried(home, together, least)
+            if tried.step < least:
+                best, least = tried, tried.step
+        return best.plan
 
     def step_seconds(self, plan: PackPlan) -> float:
         """Of the slowest rank: all layers of a step, without the head."""
-        rows, times, pace = plan.holding.row_counts, attention_passes(plan, self), row_pace(plan, self.device, self.tp)
-        total = rows * self.row_seconds
-        for part in self.shape.attention:
-            name = part.kind.name
-            if part.kind in plan.kinds:
-                once, again = exposed_seconds(part, rows, kind_counts(plan, part.kind), times[name], pace[name],
-                                              self.itemsize, self.gradient_itemsize)
-                total = total + part.count * (self.forwards * (times[name].forward + once)
-                                              + times[name].backward + again)
-        return float(total.max())
+        return self._priced(plan).step
 
     def saved(self, plan: PackPlan) -> float:
         """The part of ``step_seconds`` that a plan's moves save."""
@@ -87,16 +87,48 @@ class Cad:
                 total += part.count * base_bytes(plan.home, part.kind, self._sizes(part))[0]
         return total
 
+    def _tried(self, home: _Priced, together: bool, least: float) -> _Priced:
+        """Moves of one kind after another, those of most attention first, where they make the step shorter."""
+        best, left = home, sorted(home.layers, key=lambda part: -math.fsum(home.layers[part].busy))
+        for number, part in enumerate(left):
+            at_best = best.layers | {other: home.layers[other].levelled() for other in left[number:]}
+            if not together and self._step(home.plan, at_best) >= least:
+                break
+
+            def worse(moves: Moves, best: _Priced = best, part: AttentionLayers = part) -> bool:
+                return self._with(best, part, moves).step > best.step
+
+            moves = self._moves(home.plan, part, together, worse)
+            if len(moves):
+                found = self._with(best, part, moves)
+                if together and found.step >= best.step:
+                    break  # kinds of less attention can even out no more of the same work
+                best = min(best, found, key=lambda one: one.step)
+        return best
+
+    def _priced(self, plan: PackPlan) -> _Priced:
+        layers = {part: kind_seconds(plan, self, part) for part in self.shape.attention if part.kind in plan.kinds}
+        return _Priced(plan, layers, self._step(plan, layers))
+
+    def _with(self, known: _Priced, part: AttentionLayers, moves: Moves) -> _Priced:
+        plan = known.plan.with_moves({**(known.plan.moves or {}), part.kind.name: moves})
+        layers = known.layers | {part: kind_seconds(plan, self, part)}
+        return _Priced(plan, layers, self._step(plan, layers))
+
+    def _step(self, plan: PackPlan, layers: dict[AttentionLayers, KindSeconds]) -> float:
+        return float(sum((times.busy + times.waits for times in layers.values()),
+                         plan.holding.row_counts * self.row_seconds).max())
+
     def _sizes(self, part: AttentionLayers) -> StepBytes:
         return StepBytes.of(part, self.itemsize, self.gradient_itemsize, self.forwards)
 
-    def _moves(self, plan: PackPlan, part: AttentionLayers, together: bool) -> Moves:
+    def _moves(self, plan: PackPlan, part: AttentionLayers, together: bool, worse: Callable[[Moves], bool]) -> Moves:
         near = plan.world * self.tp <= self.device.node
         beside = plan.holding.row_counts * (self.row_seconds / self.shape.layers / FEMTO)
         return disaggregate(
             plan, part.kind, plan.pieces[part.kind.name], layer_rates(self.cost, part, self.forwards),
             self._sizes(part), replace(self.settings, min_gain=0.0), beside=beside if together else None,
-            bytes_per_second=self.device.near_link if near else self.device.far_link)
+            bytes_per_second=self.device.near_link if near else self.device.far_link, worse=worse)
 
 
 def cad_of(config: RunConfig, shape: ModelShape, device: str) -> Cad | None:

@@ -14,6 +14,7 @@ from csbp.plan.geometry import Geometry, LayerKind
 from csbp.plan.ownership import make_units, row_costs
 from csbp.plan.plan import PackPlan
 from csbp.plan.ranges import block_pairs, cell_pairs, clean_pairs, index_of, noised_pairs
+from csbp.plan.runs import sums
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def count_plan(plan: PackPlan) -> PlanCounts:
     np.add.at(answered, texts.owner, texts.end - texts.start)
     np.add.at(noised, parts.owner, parts.end - parts.start)
     np.add.at(blocks, parts.owner, parts.start == geometry.block_starts[parts.unit])
-    clean += [int(runs.before[-1]) for runs in holding.clean_runs]
+    clean += holding.row_counts - noised
     kinds = {kind.name: kind_counts(plan, kind) for kind in plan.kinds}
     per_clean, per_noised = row_costs(plan.kinds, plan.pair_weights, plan.row_pairs)
     cost = clean * per_clean + noised * per_noised
@@ -93,8 +94,11 @@ def attended_pairs(geometry: Geometry, kind: LayerKind) -> int:
 
 
 def _pairs(plan: PackPlan, kind: LayerKind) -> np.ndarray:
-    """int64 [N], pairs that each rank attends."""
+    """int64 [N], pairs that each rank attends of its own rows."""
     geometry, blocks, total = plan.geometry, plan.holding.blocks, np.zeros(plan.world, np.int64)
+    if "pieces" in vars(plan):  # then they hold all pairs but those within blocks
+        pieces = plan.pieces[kind.name]
+        return plan.own_work[kind.name][2] + sums(pieces.owner, plan.world, pieces.pairs)[0]
     np.add.at(total, blocks.owner, noised_pairs(geometry, kind, blocks.unit, blocks.start, blocks.end))
     before = np.concatenate([[0], np.cumsum(cell_pairs(geometry, kind))])
 
@@ -103,5 +107,8 @@ def _pairs(plan: PackPlan, kind: LayerKind) -> np.ndarray:
         cell = np.minimum(index_of(geometry.cell_starts, rows), len(before) - 2)
         return before[cell] + clean_pairs(geometry, kind, cell, geometry.cell_starts[cell], rows)
 
-    total += [int((before_rows(runs.end) - before_rows(runs.start)).sum()) for runs in plan.holding.clean_runs]
+    runs = plan.holding.clean_runs
+    start, end = (np.concatenate(parts) for parts in zip(*((part.start, part.end) for part in runs), strict=True))
+    np.add.at(total, np.repeat(np.arange(plan.world), [len(part.start) for part in runs]),
+              before_rows(end) - before_rows(start))
     return total

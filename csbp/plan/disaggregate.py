@@ -6,6 +6,7 @@ all ranks' femtoseconds together, times are counted in larger units, and bytes a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,7 +53,7 @@ def no_moves(pieces: Pieces) -> Moves:
 
 def disaggregate(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCost, sizes: StepBytes,
                  settings: CadSettings, *, beside: np.ndarray | None = None,
-                 bytes_per_second: float | None = None) -> Moves:
+                 bytes_per_second: float | None = None, worse: Callable[[Moves], bool] | None = None) -> Moves:
     """The moves of one layer kind; none where they would not save ``min_gain``.
 
     Args:
@@ -62,6 +63,7 @@ def disaggregate(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCos
         beside: [N], femtoseconds of other work of each rank that is to be balanced together with attention.
         bytes_per_second: that a rank sends, and at the same time receives, while it attends. What does not travel in
             the time of the fullest rank takes longer, and so do its moves. None: any number of bytes.
+        worse: whether moves are worse than none, however many follow; then no more are looked for.
     """
     other = np.zeros(plan.world) if beside is None else beside
     unit = time_unit(plan, kind, pieces, rates, float(other.sum()))
@@ -85,7 +87,8 @@ def disaggregate(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCos
         remains = Remains(pieces, movable, rates, sizes, Resident(plan, kind.name), plan.world)
         levels = Levels(start, remains, MovedBytes(plan.world, sizes),
                         _limits(plan, kind, sizes, settings, target, link))
-        levels.fill(settings.tolerance, stages)
+        if not levels.fill(settings.tolerance, stages, least, worse):
+            return best if len(best) else remains.moves()
         slowest = _slowest(plan, kind, sizes, levels.load, levels.moved, link)
         if slowest < least and slowest <= enough:
             best, least = remains.moves(), slowest

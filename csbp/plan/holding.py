@@ -12,7 +12,7 @@ import numpy as np
 
 from csbp.plan.geometry import Geometry
 from csbp.plan.ownership import Ownership
-from csbp.plan.runs import Runs, cut, expand, union
+from csbp.plan.runs import Runs, cut, expand, sums, union, unions
 
 
 @dataclass(frozen=True)
@@ -109,17 +109,15 @@ class Holding:
     def clean_runs(self) -> tuple[Runs, ...]:
         """The clean rows that each rank computes: its own and, if rows are replicated, all that its blocks see and all
         that those see in turn, over any number of layers."""
+        geometry, texts, blocks = self.geometry, self.texts, self.blocks
         if not self.replicated:
-            return tuple(self.own_clean(rank) for rank in range(self.world))
-        geometry, runs = self.geometry, []
-        for rank in range(self.world):
-            texts, blocks = self.texts.of(rank), self.blocks.of(rank)
-            ends = geometry.block_prefix_end[blocks.unit]
-            if self.to_cell_end:
-                ends = geometry.cell_starts[np.searchsorted(geometry.cell_starts, ends)]
-            documents = np.concatenate([texts.unit, geometry.block_document[blocks.unit]])
-            runs.append(union(geometry.document_starts[documents], np.concatenate([texts.end, ends])))
-        return tuple(runs)
+            return unions(texts.owner, texts.start, texts.end, self.world)
+        ends = geometry.block_prefix_end[blocks.unit]
+        if self.to_cell_end:
+            ends = geometry.cell_starts[np.searchsorted(geometry.cell_starts, ends)]
+        documents = np.concatenate([texts.unit, geometry.block_document[blocks.unit]])
+        return unions(np.concatenate([texts.owner, blocks.owner]), geometry.document_starts[documents],
+                      np.concatenate([texts.end, ends]), self.world)
 
     def own_clean(self, rank: int) -> Runs:
         """The clean rows that a rank owns."""
@@ -129,9 +127,11 @@ class Holding:
     @cached_property
     def row_counts(self) -> np.ndarray:
         """int64 [world], rows of both streams that each rank computes."""
-        rows = np.array([int(runs.before[-1]) for runs in self.clean_runs])
-        np.add.at(rows, self.blocks.owner, self.blocks.end - self.blocks.start)
-        return rows
+        texts, blocks = self.texts, self.blocks
+        (noised,) = sums(blocks.owner, self.world, blocks.end - blocks.start)
+        if self.replicated:
+            return noised + [int(runs.before[-1]) for runs in self.clean_runs]
+        return noised + sums(texts.owner, self.world, texts.end - texts.start)[0]
 
     def rank_rows(self, rank: int, needs_noised: bool) -> RankRows:
         """One rank's rows; ``needs_noised`` if some layer kind has no clean query rows."""

@@ -15,6 +15,7 @@ Costs are exact integers, ties go to the lower number, nothing depends on the ra
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ import numpy as np
 from csbp.plan.balance import lower_bound, rebalance
 from csbp.plan.geometry import Geometry, LayerKind
 from csbp.plan.ranges import block_pairs, cell_pairs, index_of
+from csbp.plan.runs import expand
 
 # A token-wise row (projections, MLP) weighs as much as this many attended pairs in every layer where it is a query, if
 # the model's sizes are not known (``ModelShape.row_pairs``).
@@ -91,14 +93,15 @@ def make_units(geometry: Geometry, kinds: tuple[LayerKind, ...], weights: tuple[
     cell_rows, block_rows = np.diff(cell_edges), np.diff(block_edges)
     per_clean, per_noised = row_costs(kinds, weights, row_pairs)
     cell_cost, block_cost = cell_rows * per_clean, block_rows * per_noised
+    cell_document = index_of(geometry.document_starts, cell_edges[:-1])
     for kind, weight in zip(kinds, weights, strict=True):
-        cell_cost = cell_cost + weight * cell_pairs(geometry, kind)
+        cell_cost = cell_cost + weight * cell_pairs(geometry, kind, cell_document)
         block_cost = block_cost + weight * block_pairs(geometry, kind)
     over = np.flatnonzero(geometry.block_cell >= 0)
     loose = np.flatnonzero(geometry.block_cell < 0)
     np.add.at(cell_cost, geometry.block_cell[over], block_cost[over])
     np.add.at(cell_rows, geometry.block_cell[over], block_rows[over])
-    document = np.concatenate([index_of(geometry.document_starts, cell_edges[:-1]), geometry.block_document[loose]])
+    document = np.concatenate([cell_document, geometry.block_document[loose]])
     prefix = np.concatenate([cell_edges[:-1], geometry.block_prefix_end[loose]])
     order = np.lexsort((prefix, document))
     return Units(document[order], np.concatenate([cell_cost, block_cost[loose]])[order],
@@ -107,8 +110,9 @@ def make_units(geometry: Geometry, kinds: tuple[LayerKind, ...], weights: tuple[
                  np.concatenate([np.full(cells, -1), loose])[order])
 
 
-def _items(units: Units, world: int) -> list[np.ndarray]:
-    """What is dealt out first: pairs of runs of long documents, and short documents, whole; unit numbers each."""
+def _items(units: Units, world: int) -> tuple[np.ndarray, np.ndarray]:
+    """What is dealt out first, pairs of runs of long documents, and short documents, whole: the units, item after item,
+    and how many each has."""
     edges = np.flatnonzero(np.diff(units.document, prepend=-1))
     last = np.append(edges[1:], len(units.cost))
     costs, rows = (np.add.reduceat(values, edges) for values in (units.cost, units.rows))
@@ -120,43 +124,53 @@ def _items(units: Units, world: int) -> list[np.ndarray]:
     grains = [np.cumsum(np.where(whole, values, 0)) * GRAINS_PER_SHARE // fair
               for values, fair in ((costs, share), (rows, room))]
     opens = np.flatnonzero(~whole | np.append(True, ~whole[:-1]) | (np.diff(grains, prepend=-1) > 0).any(0))
-    items = []
-    for first, after in zip(opens, np.append(opens[1:], len(edges)), strict=True):
-        if whole[first]:
-            items.append(np.arange(edges[first], last[after - 1]))
-            continue
-        bounds = np.linspace(edges[first], last[first], 2 * int(wanted[first]) + 1).astype(np.int64)
-        runs = [np.arange(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
-        items += [np.concatenate([runs[i], runs[-1 - i]]) for i in range(int(wanted[first]))]
-    return items
+    pairs = np.maximum(wanted[opens], 1)
+    group, pair = np.repeat(np.arange(len(opens)), pairs), expand(np.zeros_like(pairs), pairs)
+    first, end, runs = edges[opens][group], np.append(edges[opens[1:]], last[-1])[group], 2 * pairs[group]
+
+    def bound(run: np.ndarray) -> np.ndarray:
+        """Where a run of a group begins."""
+        return np.where(run < runs, (run * ((end - first) / runs) + first).astype(np.int64), end)
+
+    starts, ends = (np.stack([bound(pair + more), bound(runs - 1 - pair + more)], 1) for more in (0, 1))
+    return expand(starts.ravel(), (ends - starts).ravel()), (ends - starts).sum(1)
 
 
-def _deal(items: list[np.ndarray], units: Units, world: int, cap: int) -> np.ndarray:
+def _deal(order: np.ndarray, sizes: np.ndarray, units: Units, world: int, cap: int) -> np.ndarray:
     """Longest processing time: the dearest item goes to the least loaded rank that has room for its rows.
 
     An item for which no rank has room is dealt in halves; one unit always finds room, because ``cap`` is at least
-    the mean and one unit more.
+    the mean and one unit more. ``order`` has the units, item after item, of ``sizes`` units each.
     """
-    owner = np.zeros(len(units.cost), np.int64)
-    queue = [(-int(units.cost[item].sum()), index, item) for index, item in enumerate(items)]
-    heapq.heapify(queue)
+    end = np.cumsum(sizes)
+    before, rows_before = (np.append(0, np.cumsum(values[order])) for values in (units.cost, units.rows))
+    first = end - sizes
+    amounts = (values[end] - values[first] for values in (before, rows_before))
+    columns = [part.tolist() for part in (*amounts, first, end)]
+    # By cost, then by number; the last one comes next.
+    queue = sorted(zip(columns[0], range(0, -len(sizes), -1), *columns[1:], strict=True))
     loads = [(0, 0, rank) for rank in range(world)]  # cost, rows, rank
-    serial = len(items)
+    dealt, serial = [], len(sizes)
     while queue:
-        negative_cost, _, item = heapq.heappop(queue)
-        rows, full = int(units.rows[item].sum()), []
+        cost, _, rows, start, stop = queue.pop()
+        full = []
         while loads and loads[0][1] + rows > cap:
             full.append(heapq.heappop(loads))
         if loads:
-            load, held, rank = heapq.heappop(loads)
-            owner[item] = rank
-            heapq.heappush(loads, (load - negative_cost, held + rows, rank))
+            load, held, rank = loads[0]
+            heapq.heapreplace(loads, (load + cost, held + rows, rank))
+            dealt.append((start, rank))
         else:
-            for half in np.array_split(item, 2):
-                heapq.heappush(queue, (-int(units.cost[half].sum()), serial, half))
+            middle = (start + stop + 1) // 2
+            for a, b in ((start, middle), (middle, stop)):
+                half = int(before[b] - before[a]), -serial, int(rows_before[b] - rows_before[a]), a, b
+                bisect.insort(queue, half)
                 serial += 1
         for entry in full:
             heapq.heappush(loads, entry)
+    starts, ranks = np.array(sorted(dealt)).T
+    owner = np.empty(len(order), np.int64)
+    owner[order] = np.repeat(ranks, np.diff(starts, append=len(order)))
     return owner
 
 
@@ -174,19 +188,18 @@ def assign_units(units: Units, world: int, cap: int) -> np.ndarray:
     # Dealing fills ranks only part of the way, so that moving costs afterwards still finds room for their rows.
     soft = min(cap, rows_cap(units, world, (1 + ROWS_CAP) / 2))
 
-    def spread(items: list[np.ndarray]) -> tuple[int, np.ndarray]:
-        owner = rebalance(_deal(items, units, world, soft), units.document, units.cost, units.rows, world, cap)
+    def spread(sizes: np.ndarray) -> tuple[int, np.ndarray]:
+        owner = rebalance(_deal(order, sizes, units, world, soft), units.document, units.cost, units.rows, world, cap)
         load = np.zeros(world, np.int64)
         np.add.at(load, owner, units.cost)
         return int(load.max()), owner
 
-    items, bound = _items(units, world), lower_bound(units.cost, world)
-    fullest, owner = spread(items)
+    (order, sizes), bound = _items(units, world), lower_bound(units.cost, world)
+    fullest, owner = spread(sizes)
     if fullest * 20 > bound * 21:
         # Some units are large: dealt one by one they keep the bounds of longest processing time.
-        fine = [part for item in items for part in
-                ([item] if units.cost[item].sum() * GRAINS_PER_SHARE <= bound else item[:, None])]
-        other, single = spread(fine)
+        fine = np.add.reduceat(units.cost[order], np.cumsum(sizes) - sizes) * GRAINS_PER_SHARE > bound
+        other, single = spread(np.repeat(np.where(fine, 1, sizes), np.where(fine, sizes, 1)))
         owner = single if other < fullest else owner
     return owner
 

@@ -6,6 +6,7 @@ neighbouring fragments make a piece. F fragments, P pieces, N ranks. All arrays 
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -34,38 +35,58 @@ class _Fragments(NamedTuple):
     ends: np.ndarray
 
 
-def find_pieces(plan: PackPlan, kind: LayerKind) -> Pieces:
+class Cuts:
+    """Where tiles of query rows cut the stretches of a plan, found once for all layer kinds: of each fragment which
+    stretch, first query row of the owner, rows, first global row; [F] each."""
+
+    def __init__(self, plan: PackPlan) -> None:
+        self._holding, self._blocks = plan.holding, dict[bool, tuple[np.ndarray, ...]]()
+
+    @cached_property
+    def texts(self) -> tuple[np.ndarray, ...]:
+        """Of the clean stream."""
+        return _tiles(self._holding.texts, np.zeros(self._holding.world, np.int64))
+
+    @cached_property
+    def cells(self) -> tuple[np.ndarray, np.ndarray]:
+        """The cells of the first and of the last row of each of these."""
+        _, _, rows, start = self.texts
+        edges = self._holding.geometry.cell_starts
+        return index_of(edges, start), index_of(edges, start + rows - 1)
+
+    def blocks(self, kind: LayerKind) -> tuple[np.ndarray, ...]:
+        """Of the noised stream, whose query rows come after the clean ones, where the kind has any."""
+        texts, absent = self._holding.texts, kind.clean == "absent"
+        if absent not in self._blocks:
+            held = np.zeros(self._holding.world, np.int64)
+            np.add.at(held, texts.owner, (texts.end - texts.start) * (not absent))
+            self._blocks[absent] = _tiles(self._holding.blocks, held)
+        return self._blocks[absent]
+
+
+def find_pieces(plan: PackPlan, kind: LayerKind, cuts: Cuts | None = None) -> Pieces:
     """All movable work of one layer kind.
 
     Args:
         plan: of the "csbp" scheme, where blocks are whole and every clean row is on one rank.
         kind: one of the plan's.
+        cuts: the plan's, if they are there.
     """
     assert plan.scheme == "csbp", "elsewhere rows are replicated, or keys of blocks travel"
-    texts, blocks = plan.holding.texts, plan.holding.blocks
-    found, held = [], np.zeros(plan.world, np.int64)
+    found, cuts = [], cuts or Cuts(plan)
     if kind.clean != "absent":
-        found.append(_join(_clean_fragments(plan.geometry, kind, texts, held), noised=False))
-        held = clean_queries(plan, kind)
+        found.append(_join(_clean_fragments(plan.geometry, kind, plan.holding.texts, cuts), noised=False))
     if kind.noised:
-        found.append(_join(_noised_fragments(plan.geometry, kind, blocks, held), noised=True))
+        found.append(_join(_noised_fragments(plan.geometry, kind, plan.holding.blocks, cuts.blocks(kind)), noised=True))
     columns = [np.concatenate(parts) for parts in zip(*found, strict=True)]
     order = np.argsort(columns[0], kind="stable")
     return Pieces(*(column[order] for column in columns))
 
 
-def clean_queries(plan: PackPlan, kind: LayerKind) -> np.ndarray:
-    """int64 [N], clean query rows of each rank, which come before its noised ones."""
-    found, texts = np.zeros(plan.world, np.int64), plan.holding.texts
-    if kind.clean != "absent":
-        np.add.at(found, texts.owner, texts.end - texts.start)
-    return found
-
-
-def own_work(plan: PackPlan, kind: LayerKind) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def own_work(plan: PackPlan, kind: LayerKind, cuts: Cuts | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What stays at home whatever moves, noised rows over their own blocks: int64 [N] each of tiles, segments, pairs.
 
-    A tile of query rows visits all keys from the first to the last block that it has rows of.
+    A tile of query rows visits all keys from the first to the last block that it has rows of. ``cuts``: the plan's.
     """
     blocks = plan.holding.blocks
     tiles, segments, pairs = (np.zeros(plan.world, np.int64) for _ in range(3))
@@ -73,7 +94,7 @@ def own_work(plan: PackPlan, kind: LayerKind) -> tuple[np.ndarray, np.ndarray, n
         return tiles, segments, pairs
     size = blocks.end - blocks.start
     after = np.cumsum(size)  # blocks lie one after another, rank after rank
-    stretch, first, _, _ = _tiles(blocks, clean_queries(plan, kind))
+    stretch, first, _, _ = (cuts or Cuts(plan)).blocks(kind)
     tile = first // TILE
     opens = np.flatnonzero(np.append(True, (np.diff(blocks.owner[stretch]) != 0) | (np.diff(tile) != 0)))
     last = np.append(opens[1:], len(stretch)) - 1
@@ -93,7 +114,7 @@ def _tiles(stretches: Segments, held: np.ndarray) -> tuple[np.ndarray, np.ndarra
     """
     owner, count = stretches.owner, stretches.end - stretches.start
     before = np.cumsum(count) - count
-    local = before - before[np.searchsorted(owner, owner)] + held[owner]
+    local = before + (held - np.append(before, 0)[owner.searchsorted(np.arange(len(held)))])[owner]
     tile = local // TILE
     parts = (local + count - 1) // TILE - tile + 1
     stretch = np.repeat(np.arange(len(owner)), parts)
@@ -103,43 +124,42 @@ def _tiles(stretches: Segments, held: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return stretch, first, rows, stretches.start[stretch] + first - local[stretch]
 
 
-def _clean_fragments(geometry: Geometry, kind: LayerKind, texts: Segments, held: np.ndarray) -> _Fragments:
-    stretch, first, rows, start = _tiles(texts, held)
-    low, high = (clean_ranges(geometry, kind, row) for row in (start, start + rows - 1))
+def _clean_fragments(geometry: Geometry, kind: LayerKind, texts: Segments, cuts: Cuts) -> _Fragments:
+    stretch, first, rows, start = cuts.texts
     document = texts.unit[stretch]
+    low, high = (clean_ranges(geometry, kind, row, document, cell)
+                 for row, cell in zip((start, start + rows - 1), cuts.cells, strict=True))
     floor = geometry.document_starts[document]
     starts = rows * floor if kind.window is None else sum_at_least(start - kind.window + 1, rows, floor)
     ends = rows * (start + 1) + rows * (rows - 1) // 2
     if kind.clean == "block_causal":
         edges = geometry.cell_starts
-        before = np.concatenate([[0], np.cumsum(np.diff(edges) * edges[1:])])
-        ends = _ends_before(edges, before, start + rows) - _ends_before(edges, before, start)
+        before = np.concatenate([[0], np.cumsum(np.diff(edges) * edges[1:])])  # ends of all rows before each cell
+        low_ends, high_ends = (before[cell] + (row - edges[cell]) * edges[cell + 1]
+                               for row, cell in zip((start, start + rows), cuts.cells, strict=True))
+        ends = high_ends - low_ends
     return _Fragments(texts.owner[stretch], document, first, rows, low.prefix_start, low.prefix_end,
                       high.prefix_start, high.prefix_end, starts, ends)
 
 
-def _ends_before(edges: np.ndarray, before: np.ndarray, row: np.ndarray) -> np.ndarray:
-    """The sum of the ends of the cells of all rows before each of these; ``before`` has it for whole cells."""
-    cell = np.minimum(index_of(edges, row), len(edges) - 2)
-    return before[cell] + (row - edges[cell]) * edges[cell + 1]
-
-
-def _noised_fragments(geometry: Geometry, kind: LayerKind, blocks: Segments, held: np.ndarray) -> _Fragments:
-    stretch, first, rows, start = _tiles(blocks, held)
+def _noised_fragments(geometry: Geometry, kind: LayerKind, blocks: Segments, cut: tuple[np.ndarray, ...]) -> _Fragments:
+    stretch, first, rows, start = cut
     block = blocks.unit[stretch]
     slot, end = start - geometry.block_starts[block], geometry.block_prefix_end[block]
-    if kind.window is not None and kind.window_anchor == "row":  # further slots see no clean row
+    by_row = kind.window is not None and kind.window_anchor == "row"
+    if kind.window is not None and by_row:  # further slots see no clean row
         rows = np.minimum(rows, kind.window - 1 - slot)
-    live = (rows > 0) & (noised_ranges(geometry, kind, start, block).prefix_start < end)
-    stretch, first, rows, start, block, slot, end = (
-        part[live] for part in (stretch, first, rows, start, block, slot, end))
-    low, high = (noised_ranges(geometry, kind, row, block) for row in (start, start + rows - 1))
-    starts = rows * low.prefix_start
-    if kind.window is not None and kind.window_anchor == "row":
+    low = noised_ranges(geometry, kind, start, block).prefix_start
+    live = ((rows > 0) & (low < end)).nonzero()[0]
+    stretch, first, rows, start, block, slot, end, low = (
+        part[live] for part in (stretch, first, rows, start, block, slot, end, low))
+    high, starts = low, rows * low
+    if kind.window is not None and by_row:
+        high = noised_ranges(geometry, kind, start + rows - 1, block).prefix_start
         floor = geometry.document_starts[geometry.block_document[block]]
         starts = sum_at_least(end + slot - kind.window + 1, rows, floor)
-    return _Fragments(blocks.owner[stretch], geometry.block_document[block], first, rows, low.prefix_start, end,
-                      high.prefix_start, end, starts, rows * end)
+    return _Fragments(blocks.owner[stretch], geometry.block_document[block], first, rows, low, end, high, end, starts,
+                      rows * end)
 
 
 def _join(parts: _Fragments, *, noised: bool) -> tuple[np.ndarray, ...]:

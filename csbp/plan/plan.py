@@ -19,6 +19,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,6 +30,9 @@ from csbp.plan.ownership import PAIRS_PER_ROW, Ownership, assign_owners
 from csbp.plan.ranges import RowRanges, clean_ranges, join, meet, noised_ranges
 from csbp.plan.tasks import Moves, Pieces
 from csbp.plan.travel import Exchange, Travel, find_travel
+
+if TYPE_CHECKING:
+    from csbp.plan.pieces import Cuts
 
 SCHEMES = ("csbp", "context", "block")
 EXCHANGES = ("exact", "all_gather")
@@ -131,11 +135,12 @@ class PackPlan:
     @cached_property
     def travel(self) -> dict[str, Travel]:
         """Layer kind -> the rows that travel between all ranks."""
-        def gathers(kind: LayerKind) -> bool:
-            return self.exchange == "all_gather" or (self.scheme == "context" and kind.window is None)
+        return {kind.name: self._travel(kind) for kind in self.kinds}
 
-        served = {name: part.needs() for name, part in self.served.items()}
-        return {kind.name: find_travel(self.holding, kind, gathers(kind), served.get(kind.name)) for kind in self.kinds}
+    def _travel(self, kind: LayerKind) -> Travel:
+        gathers = self.exchange == "all_gather" or (self.scheme == "context" and kind.window is None)
+        served = self.served.get(kind.name)
+        return find_travel(self.holding, kind, gathers, None if served is None else served.needs())
 
     @cached_property
     def served(self) -> dict[str, Served]:
@@ -151,14 +156,20 @@ class PackPlan:
         """Layer kind -> all attention that could move (scheme "csbp" alone)."""
         from csbp.plan.pieces import find_pieces  # which knows plans
 
-        return {kind.name: find_pieces(self, kind) for kind in self.kinds}
+        return {kind.name: find_pieces(self, kind, self._cuts) for kind in self.kinds}
 
     @cached_property
     def own_work(self) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Layer kind -> attention that stays at home (scheme "csbp" alone), see ``pieces.own_work``."""
         from csbp.plan.pieces import own_work
 
-        return {kind.name: own_work(self, kind) for kind in self.kinds}
+        return {kind.name: own_work(self, kind, self._cuts) for kind in self.kinds}
+
+    @cached_property
+    def _cuts(self) -> Cuts:
+        from csbp.plan.pieces import Cuts
+
+        return Cuts(self)
 
     @cached_property
     def home(self) -> PackPlan:
@@ -166,11 +177,14 @@ class PackPlan:
         return self.with_moves({}) if self.moves else self
 
     def with_moves(self, moves: Mapping[str, Moves]) -> PackPlan:
-        """The same plan with these moves; who holds what is not found again."""
+        """The same plan with these moves; who holds what, and what travels in other kinds, is not found again."""
         found, kept = replace(self, moves=moves), ("ownership", "holding", "pieces", "own_work")
         vars(found).update({name: vars(self)[name] for name in kept if name in vars(self)})
-        if moves and not self.moves:
-            vars(found)["home"] = self
+        same = {name for name in self.travel if moves.get(name) is (self.moves or {}).get(name)}
+        vars(found)["travel"] = {kind.name: self.travel[kind.name] if kind.name in same else found._travel(kind)
+                                 for kind in self.kinds}
+        if moves:
+            vars(found)["home"] = self.home if self.moves else self
         return found
 
     def rank_plan(self, rank: int) -> RankPlan:

@@ -5,32 +5,59 @@ N ranks. Seconds are those of one rank of a tp axis, which has its share of the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from csbp.plan.cost import FEMTO
-from csbp.plan.counts import PlanCounts
+from csbp.plan.counts import PlanCounts, kind_counts
 from csbp.plan.estimate import Device
+from csbp.plan.geometry import LayerKind
 from csbp.plan.plan import PackPlan
-from csbp.plan.seconds import Pace, Passes
-from csbp.plan.work import home_times, layer_rates, task_times, time_unit
+from csbp.plan.seconds import Pace, Passes, exposed_seconds
+from csbp.plan.shapes import AttentionLayers
+from csbp.plan.work import home_work, layer_rates, task_times, time_unit
 
 if TYPE_CHECKING:
     from csbp.plan.cad import Cad
 
 
+@dataclass(frozen=True)
+class KindSeconds:
+    """Of all layers of a kind in a training step, float64 [N]: attending, and waiting for what travels."""
+
+    busy: np.ndarray
+    waits: np.ndarray
+
+    def levelled(self) -> KindSeconds:
+        """At best: no rank attends longer than the mean, and whoever did waits for nothing."""
+        mean = math.fsum(self.busy) / len(self.busy)
+        return KindSeconds(np.minimum(self.busy, mean), self.waits * (self.busy <= mean))
+
+
+def kind_seconds(plan: PackPlan, cad: Cad, part: AttentionLayers) -> KindSeconds:
+    """Of a plan of the "csbp" scheme, with what moves."""
+    time, pace = _passes(plan, cad, part), _pace(plan, part.kind, cad.device, cad.tp)
+    once, again = exposed_seconds(part, plan.holding.row_counts, kind_counts(plan, part.kind), time, pace, cad.itemsize,
+                                  cad.gradient_itemsize)
+    return KindSeconds(part.count * (cad.forwards * time.forward + time.backward),
+                       part.count * (cad.forwards * once + again))
+
+
 def attention_passes(plan: PackPlan, cad: Cad) -> dict[str, Passes]:
     """Seconds of every rank in one layer of each kind; of a plan of the "csbp" scheme, with what moves."""
-    found = {}
-    for part in cad.shape.attention:
-        kind, moves = part.kind, (plan.moves or {}).get(part.kind.name)
-        pieces, cost = plan.pieces[kind.name], cad.cost.for_heads(part.head_dim)
-        units = [time_unit(plan, kind, pieces, rates.times(part.heads)) for rates in (cost.forward, cost.backward)]
-        found[kind.name] = Passes(*(FEMTO * unit * home_times(plan, kind, pieces, rates.times(part.heads / unit), moves)
-                                    for unit, rates in zip(units, (cost.forward, cost.backward), strict=True)))
-    return found
+    return {part.kind.name: _passes(plan, cad, part) for part in cad.shape.attention}
+
+
+def _passes(plan: PackPlan, cad: Cad, part: AttentionLayers) -> Passes:
+    kind, pieces, cost = part.kind, plan.pieces[part.kind.name], cad.cost.for_heads(part.head_dim)
+    work, both = home_work(plan, kind, pieces, (plan.moves or {}).get(kind.name)), (cost.forward, cost.backward)
+    units = [time_unit(plan, kind, pieces, rates.times(part.heads)) for rates in both]
+    return Passes(*(FEMTO * unit * rates.times(part.heads / unit).of(*work)
+                    for unit, rates in zip(units, both, strict=True)))
 
 
 def similar_passes(counts: PlanCounts, known: PlanCounts, times: Mapping[str, Passes]) -> dict[str, Passes]:
@@ -62,14 +89,13 @@ def kept_seconds(plan: PackPlan, cad: Cad) -> dict[str, np.ndarray]:
 
 def row_pace(plan: PackPlan, device: Device, tp: int) -> dict[str, Pace]:
     """By how much of it stays within nodes; ranks of a plan are neighbours, ``tp`` devices each."""
-    node = np.arange(plan.world) * tp // device.node
-    apart = node[:, None] != node
-    found = {}
-    for kind in plan.kinds:
-        served = plan.served.get(kind.name)
-        tables = [plan.traffic[kind.name], None if served is None else served.matrix]
-        found[kind.name] = Pace(*(_mean_pace(table, apart, device) for table in tables))
-    return found
+    return {kind.name: _pace(plan, kind, device, tp) for kind in plan.kinds}
+
+
+def _pace(plan: PackPlan, kind: LayerKind, device: Device, tp: int) -> Pace:
+    node, served = np.arange(plan.world) * tp // device.node, plan.served.get(kind.name)
+    return Pace(*(_mean_pace(table, node[:, None] != node, device)
+                  for table in (plan.traffic[kind.name], None if served is None else served.matrix)))
 
 
 def _mean_pace(table: np.ndarray | None, apart: np.ndarray, device: Device) -> np.ndarray | float:

@@ -40,7 +40,7 @@ def join(first: RowRanges, second: RowRanges) -> RowRanges:
 
 def index_of(starts: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """int64 [R], which of the adjoining ranges that begin at ``starts`` each row lies in."""
-    return np.searchsorted(starts, rows, "right") - 1
+    return starts.searchsorted(rows, "right") - 1
 
 
 def meet(queries: RowRanges, kept: Runs, clean: int, places: np.ndarray | None) -> RowRanges:
@@ -54,30 +54,35 @@ def meet(queries: RowRanges, kept: Runs, clean: int, places: np.ndarray | None) 
     """
     start = kept.below(queries.prefix_start)
     end = kept.below(np.maximum(queries.prefix_end, queries.prefix_start))
+    if not len(kept.end) or kept.end[-1] <= clean:
+        none = np.zeros_like(start)
+        return RowRanges(start, end, none, none)
     first = kept.below(clean + queries.block_start)
     length = kept.below(clean + np.maximum(queries.block_end, queries.block_start)) - first
     if places is not None and len(places):
         runs = len(kept.start) - len(places)
-        run = np.clip(index_of(kept.before[runs:-1], first), 0, len(places) - 1)
+        run = np.maximum(index_of(kept.before[runs:-1], first), 0)
         first = places[run] + first - kept.before[runs + run]
     first = np.where(length > 0, first, 0)
     return RowRanges(start, end, first, first + length)
 
 
-def clean_ranges(geometry: Geometry, kind: LayerKind, rows: np.ndarray | None = None) -> RowRanges:
+def clean_ranges(geometry: Geometry, kind: LayerKind, rows: np.ndarray | None = None,
+                 documents: np.ndarray | None = None, cells: np.ndarray | None = None) -> RowRanges:
     """Ranges of clean query rows, all T by default; none of them sees a noised row.
 
-    Within a document ``prefix_start`` and ``prefix_end`` never fall from row to row.
+    Within a document ``prefix_start`` and ``prefix_end`` never fall from row to row. ``documents``, ``cells``: which
+    one each row lies in, where that is known.
 
     Raises:
         ValueError: for a kind without clean queries or with an unknown clean stream.
     """
     row = np.arange(geometry.num_clean) if rows is None else rows
-    start = geometry.document_starts[index_of(geometry.document_starts, row)]
+    start = geometry.document_starts[index_of(geometry.document_starts, row) if documents is None else documents]
     if kind.clean == "token_causal":
         end = row + 1
     elif kind.clean == "block_causal":
-        end = geometry.cell_starts[index_of(geometry.cell_starts, row) + 1]
+        end = geometry.cell_starts[(index_of(geometry.cell_starts, row) if cells is None else cells) + 1]
     else:
         raise ValueError(f"layer kind {kind.name!r}: clean={kind.clean!r} has no clean query rows")
     if kind.window is not None:
@@ -108,17 +113,19 @@ def noised_ranges(geometry: Geometry, kind: LayerKind, rows: np.ndarray | None =
 
 def sum_at_least(first: np.ndarray, count: np.ndarray, floor: np.ndarray) -> np.ndarray:
     """Sum of max(floor, first + i) over i < count."""
-    low = np.clip(floor - first, 0, count)
+    low = np.minimum(np.maximum(floor - first, 0), count)
     rest = count - low
     return low * floor + rest * (first + low) + rest * (rest - 1) // 2
 
 
-def clean_pairs(geometry: Geometry, kind: LayerKind, cell: np.ndarray, start: np.ndarray,
-                end: np.ndarray) -> np.ndarray:
-    """int64, keys seen by the clean rows [start, end) of a cell together; in closed form, one entry a range."""
+def clean_pairs(geometry: Geometry, kind: LayerKind, cell: np.ndarray, start: np.ndarray, end: np.ndarray,
+                documents: np.ndarray | None = None) -> np.ndarray:
+    """int64, keys seen by the clean rows [start, end) of a cell together; in closed form, one entry a range.
+    ``documents``: which one each range lies in, where that is known."""
     if kind.clean == "absent":
         return np.zeros_like(start)
-    rows, document = end - start, geometry.document_starts[index_of(geometry.document_starts, start)]
+    known = index_of(geometry.document_starts, start) if documents is None else documents
+    rows, document = end - start, geometry.document_starts[known]
     if kind.clean == "token_causal":
         ends = rows * (start + 1) + rows * (rows - 1) // 2
     else:
@@ -145,10 +152,10 @@ def noised_pairs(geometry: Geometry, kind: LayerKind, block: np.ndarray, start: 
     return prefix + rows * (slot + 1) + rows * (rows - 1) // 2
 
 
-def cell_pairs(geometry: Geometry, kind: LayerKind) -> np.ndarray:
-    """int64 [C], keys seen by the clean rows of each cell together."""
+def cell_pairs(geometry: Geometry, kind: LayerKind, documents: np.ndarray | None = None) -> np.ndarray:
+    """int64 [C], keys seen by the clean rows of each cell together. ``documents``: of the cells, where known."""
     edges = geometry.cell_starts
-    return clean_pairs(geometry, kind, np.arange(len(edges) - 1), edges[:-1], edges[1:])
+    return clean_pairs(geometry, kind, np.arange(len(edges) - 1), edges[:-1], edges[1:], documents)
 
 
 def block_pairs(geometry: Geometry, kind: LayerKind) -> np.ndarray:

@@ -48,16 +48,16 @@ class Resident:
     def missing(self, rank: int, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Rows of any ranges that are not on a rank: (owners, starts, ends) of stretches that do not overlap."""
         here, wanted = self.of(rank), union(low, high)
-        gap_start, gap_end = np.append(0, here.end), np.append(here.start, self._size)
-        gaps = Runs(gap_start[gap_end > gap_start], gap_end[gap_end > gap_start])
-        _, _, start, end = cut(wanted.start, wanted.end, gaps)
+        gap_start, gap_end = np.concatenate(([0], here.end)), np.concatenate((here.start, [self._size]))
+        gaps = gap_end > gap_start
+        _, _, start, end = cut(wanted.start, wanted.end, Runs(gap_start[gaps], gap_end[gaps]))
         _, run, start, end = cut(start, end, self._owned)
         return self._owner[run], start, end
 
     def bring(self, rank: int, start: np.ndarray, end: np.ndarray) -> None:
         """From now on these rows are on a rank too."""
         here = self.of(rank)
-        self._runs[rank] = union(np.append(here.start, start), np.append(here.end, end))
+        self._runs[rank] = union(np.concatenate((here.start, start)), np.concatenate((here.end, end)))
         self._changed.add(rank)
 
     def guess(self, ranks: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
@@ -68,16 +68,17 @@ class Resident:
         return high - low - (self._below(ranks, high) - self._below(ranks, low))
 
     def _below(self, ranks: np.ndarray, row: np.ndarray) -> np.ndarray:
-        chunk = np.clip(np.searchsorted(self._edges, row, "right") - 1, 0, CHUNKS - 1)
+        chunk = np.minimum(self._edges.searchsorted(row, "right") - 1, CHUNKS - 1)
         first, whole = self._edges[chunk], np.maximum(self._edges[chunk + 1] - self._edges[chunk], 1)
         before = self._before[ranks[:, None], chunk]
         return before + (self._before[ranks[:, None], chunk + 1] - before) * (row - first) // whole
 
     def _all_before(self, world: int) -> np.ndarray:
-        """int64 [N, G + 1], rows of each rank before each edge: all ranks' rows on one line."""
-        order = np.lexsort((self._start, self._rank))
-        size, rank = self._size + 1, self._rank[order]
-        line = Runs(rank * size + self._start[order], rank * size + self._end[order])
-        base = np.arange(world)[:, None] * size
-        below = line.below((base + self._edges).ravel()).reshape(world, -1)
-        return below - below[:, :1]
+        """int64 [N, G + 1], rows of each rank before each edge: as many times the edge as runs are open there, and what
+        they began and ended with."""
+        opened, rows = np.zeros((2, world, CHUNKS + 1), np.int64)
+        for row, sign in ((self._start, 1), (self._end, -1)):
+            at = self._rank, self._edges.searchsorted(row)
+            np.add.at(opened, at, sign)
+            np.add.at(rows, at, -sign * row)
+        return opened.cumsum(1) * self._edges + rows.cumsum(1)

@@ -113,13 +113,14 @@ def _needs(holding: Holding, kind: LayerKind, gather: bool) -> Needs:
         return ranks, np.zeros_like(ranks), np.full_like(ranks, last)
     if kind.clean != "absent":
         texts = holding.texts
-        found.append((texts.owner, clean_ranges(geometry, kind, texts.start).prefix_start,
-                      clean_ranges(geometry, kind, texts.end - 1).prefix_end))
+        low, high = (clean_ranges(geometry, kind, rows, texts.unit) for rows in (texts.start, texts.end - 1))
+        found.append((texts.owner, low.prefix_start, high.prefix_end))
     if kind.noised:
         blocks = holding.blocks
-        low, high = (noised_ranges(geometry, kind, rows, blocks.unit) for rows in (blocks.start, blocks.end - 1))
-        found.append((blocks.owner, low.prefix_start, high.prefix_end))
+        low = noised_ranges(geometry, kind, blocks.start, blocks.unit)
+        found.append((blocks.owner, low.prefix_start, low.prefix_end))
         if zigzag:  # blocks may be cut between ranks
+            high = noised_ranges(geometry, kind, blocks.end - 1, blocks.unit)
             found.append((blocks.owner, clean + low.block_start, clean + high.block_end))
     ranks, starts, ends = (np.concatenate(column) for column in zip(*found, strict=True))
     return ranks, starts, ends

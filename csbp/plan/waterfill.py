@@ -7,12 +7,13 @@ of whole numbers and only compared. N ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from csbp.plan.remains import Items, Remains
-from csbp.plan.tasks import TILE
+from csbp.plan.tasks import TILE, Moves
 from csbp.plan.work import MovedBytes
 
 GLANCE = 4  # dearest pieces of a giver by which takers are compared
@@ -20,6 +21,7 @@ SAMPLE = 16  # pieces that are tried for the last cut
 GROWTH = 8  # of the number of pieces that bring keys, each time their neighbours are looked at again
 MISSES = 3  # takers that could take nothing, after which a giver gives up
 TAKERS = 8  # emptiest ranks that are tried in the end
+_ANY = 1 << 62  # above all loads
 CRUMB = 1024  # a rank with less room than this part of the mean, or than a quarter of the tolerance, takes no more
 
 
@@ -31,6 +33,11 @@ class Limits(NamedTuple):
     def hold(self, moved: MovedBytes) -> bool:
         """Whether no rank is above one."""
         return bool((moved.all <= self.most).all())
+
+    def rows(self, moved: MovedBytes, rank: int) -> int:
+        """How many more query rows a rank may give away."""
+        each = (moved.sizes.lent, moved.sizes.returned, moved.sizes.buffered_query)
+        return int(((self.most[:, rank] - moved.all[:, rank]) // each).min())
 
     def shut(self, moved: MovedBytes, rank: int) -> bool:
         """Whether a rank has no room for a piece, given or taken."""
@@ -59,33 +66,51 @@ class Levels:
         self.limited, self._crumb = False, 0
         self._stuck: set[int] = set()  # ranks that found nobody who could take anything
 
-    def fill(self, tolerance: float, stages: int = 1) -> None:
+    def fill(self, tolerance: float, stages: int = 1, least: int = _ANY,
+             worse: Callable[[Moves], bool] | None = None) -> bool:
         """Move until no rank is above the mean by more than ``tolerance`` of it, or nothing more can be done.
 
         Args:
             stages: lower the ceiling in so many steps. Where limits forbid to reach the last one, ranks then are level
                 at a higher one; it takes more moves.
+            least: nothing more is done where limits keep a rank at this load or above it.
+            worse: whether moves are worse than none: asked after the second giver, the fourth, the eighth and so on.
+
+        Returns:
+            Whether ``worse`` never said so; else nothing more was done.
         """
         mean, top = int(self.load.sum()) // len(self.load), int(self.load.max())
         floor = mean + int(mean * tolerance)
         self._crumb = max(mean // CRUMB, (floor - mean) // 4)
-        takes = self.load < mean - self._crumb
+        takes, givers = self.load < mean - self._crumb, 0
         for stage in range(1, stages + 1):
             ceiling = top - (top - floor) * stage // stages
-            for giver in np.argsort(-self.load, kind="stable"):
+            for giver in np.argsort(-self.load, kind="stable").tolist():
                 if self.load[giver] <= ceiling:
                     break
-                if giver not in self._stuck:
-                    self._empty(int(giver), mean, ceiling, takes)
+                if giver in self._stuck:
+                    continue
+                self._empty(giver, mean, ceiling, takes)
+                givers += 1
+                if worse is not None and givers > 1 and not givers & (givers - 1) and worse(self.remains.moves()):
+                    return False
+                if self.load[giver] > ceiling:  # then nobody need come below what limits leave to this one
+                    floor = max(floor, self._least(giver))
+                    ceiling = max(ceiling, floor)
+                    if floor >= least:
+                        return True
         self._crumb = 0
         for _ in range(2 * len(self.load)):
             if not self._level(floor):
                 break
+        return True
 
     def _level(self, ceiling: int) -> bool:
         """Move something from the fullest rank to an emptier one that stays below it: what no rank had room for below
         the mean. Whether that went."""
         giver = int(self.load.argmax())
+        if self._least(giver) == self.load[giver]:
+            return False
         for taker in np.argsort(self.load, kind="stable")[:TAKERS]:
             need, gap = int(self.load[giver]) - ceiling, int(self.load[giver]) - int(self.load[taker])
             if need <= 0 or gap <= 1:
@@ -112,6 +137,10 @@ class Levels:
         found = self.limits.shut(self.moved, rank)
         self.limited |= found
         return found
+
+    def _least(self, rank: int) -> int:
+        """What a rank's load cannot come below within its limits, whoever takes."""
+        return int(self.load[rank]) - self.remains.most(rank, self.limits.rows(self.moved, rank))
 
     def _takers(self, giver: int, takers: np.ndarray, mean: int, ceiling: int) -> np.ndarray:
         """Takers by what they take for each byte, most first; guessed from the giver's dearest pieces."""

@@ -12,6 +12,7 @@ import numpy as np
 from csbp.plan.cost import CostModel, PassCost, key_tiles
 from csbp.plan.geometry import LayerKind
 from csbp.plan.plan import PackPlan
+from csbp.plan.runs import sums
 from csbp.plan.shapes import AttentionLayers
 from csbp.plan.tasks import Moves, Pieces
 from csbp.plan.wire import row_bytes
@@ -40,15 +41,25 @@ def time_unit(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCost, 
     return 1 << max(total.bit_length() - _TIME_BITS, 0)
 
 
+def home_work(plan: PackPlan, kind: LayerKind, pieces: Pieces, moves: Moves | None = None) -> tuple[np.ndarray, ...]:
+    """Attention of every rank, its own blocks, what is left of its pieces, and tasks that it serves: int64 [N] each of
+    tiles, segments, pairs."""
+    parts = [(pieces.owner, pieces.low, pieces.high, pieces.pairs)]
+    if moves is not None:
+        tasks = ((pieces.owner, np.arange(len(pieces)), moves.home_low, moves.home_high),
+                 (moves.server, moves.piece, moves.low, moves.high))
+        parts = [(rank, low, high, pieces.pairs_within(index, low, high)) for rank, index, low, high in tasks]
+    found = plan.own_work[kind.name]
+    for rank, low, high, pairs in parts:
+        counts = sums(rank, plan.world, key_tiles(low, high), high > low, pairs)
+        found = tuple(total + count for total, count in zip(found, counts, strict=True))
+    return found
+
+
 def home_times(plan: PackPlan, kind: LayerKind, pieces: Pieces, rates: PassCost,
                moves: Moves | None = None) -> np.ndarray:
-    """int64 [N], attention of every rank: its own blocks, what is left of its pieces, and tasks that it serves."""
-    index, times = np.arange(len(pieces)), rates.of(*plan.own_work[kind.name])
-    low, high = (pieces.low, pieces.high) if moves is None else (moves.home_low, moves.home_high)
-    np.add.at(times, pieces.owner, task_times(pieces, rates, index, low, high))
-    if moves is not None:
-        np.add.at(times, moves.server, task_times(pieces, rates, moves.piece, moves.low, moves.high))
-    return times
+    """int64 [N], attention of every rank."""
+    return rates.of(*home_work(plan, kind, pieces, moves))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csbp.plan.ranges import clean_pairs, clean_ranges, noised_pairs, noised_ranges
-from csbp.plan.runs import Runs, cut, expand, union
+from csbp.plan.runs import Runs, cut, expand, sums, union, unions
 
 ranges = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
 
@@ -61,3 +61,19 @@ def test_pairs_of_parts_of_cells_and_blocks(seed: int, first: float, last: float
             continue
         before = np.concatenate([[0], np.cumsum(ranges_of(geometry, kind).pairs)])
         assert np.array_equal(found, before[end] - before[start])
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.sampled_from([0, 0, 1, 2, 40, 90])), max_size=6))
+def test_runs_of_any_length_are_expanded(parts: list[tuple[int, int]]) -> None:
+    assert expand(*columns(parts)).tolist() == [row for start, count in parts for row in range(start, start + count)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30), st.integers(0, 30)), max_size=12))
+def test_rows_and_sums_of_each_rank(parts: list[tuple[int, int, int]]) -> None:
+    rank, start, end = np.array(parts, np.int64).reshape(-1, 3).T
+    for number, runs in enumerate(unions(rank, start, end, 5)):
+        assert runs.rows().tolist() == sorted(as_set([(a, b) for r, a, b in parts if r == number]))
+    order = np.argsort(rank, kind="stable")
+    found = sums(rank[order], 5, start[order], end[order])
+    assert [part.tolist() for part in found] == [[sum(part[column] for part in parts if part[0] == number)
+                                                  for number in range(5)] for column in (1, 2)]
