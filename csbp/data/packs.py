@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -98,7 +99,7 @@ class PackStream:
         done = cursor.window * self.pack_window + len(found[0].lengths) * cursor.pack / len(found[1])
         return cursor.epoch + done / total
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """64 hexadecimal digits. Two streams with the same give the same packs at every cursor: same documents, tokens,
         targets and order. File names, times and places do not matter. A streaming dataset vouches for its settings
