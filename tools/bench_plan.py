@@ -87,7 +87,7 @@ def fullest(plan: PackPlan, cad: Cad, *, moved: bool) -> float:
     """The longest attention of a rank over the mean, in the layer kind where that is most."""
     found = []
     for part in cad.shape.attention:
-        moves = plan.moves[part.kind.name] if plan.moves and moved else None
+        moves = (plan.moves or {}).get(part.kind.name) if moved else None
         times = home_times(plan, part.kind, plan.pieces[part.kind.name], layer_rates(cad.cost, part), moves)
         found.append(times.max() / times.mean())
     return round(float(max(found)), 3)
