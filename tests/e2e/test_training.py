@@ -68,6 +68,7 @@ def notes_of_training(config: RunConfig) -> list[str]:
     return notes
 
 
+@pytest.mark.slow
 def test_bytes_that_attention_moved_are_recorded(ranks: Any, corpus: Path, tmp_path: Path) -> None:
     """In one sequence axis owners are the same with and without moves."""
     told = {}

@@ -33,7 +33,7 @@ def sent(rank: int, world: int) -> int:
     return sum(rank + to for to in range(world) if to != rank)
 
 
-@pytest.mark.parametrize("world", [1, 2, 5, 64])
+@pytest.mark.parametrize("world", [1, 2, 5, pytest.param(64, marks=pytest.mark.slow)])
 def test_lock_step_carries_and_counts(world: int) -> None:
     ranks = LoopbackWorld(world)
 
