@@ -53,14 +53,14 @@ class Work:
     Attributes:
         layout, batch, plan: the pack, and this rank's part of it.
         home_bytes: bytes that this rank would send in a training step if no attention moved.
-        saved: the part of the predicted step that moves save.
+        whole: the plan of all ranks, where attention may move.
     """
 
     layout: StreamLayout
     batch: LocalBatch
     plan: BoundPlan
     home_bytes: int = 0
-    saved: float = 0.0
+    whole: PackPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -119,14 +119,14 @@ class StepRunner:
         works = []
         for group in self._groups(packs):
             layout = noising.layout(join(group), step)
-            pack_plan = self._plan(layout.geometry, [len(pack.sample_ids) for pack in group],
-                                   noising.objective.clean_stream)
+            whole = self._plan(layout.geometry, [len(pack.sample_ids) for pack in group],
+                               noising.objective.clean_stream)
             rank, cad = self.runtime.plan_rank, self.cad
-            plan = pack_plan.rank_plan(rank)
+            plan = whole.rank_plan(rank)
             works.append(Work(layout, scatter(layout, plan.rows, self.runtime.device),
                               BoundPlan(plan, self.runtime.transport, self.runtime.device, self.backend,
                                         self.runtime.gradient_wire, self.native, self.overlap),
-                              int(cad.home_bytes(pack_plan)[rank]) if cad else 0, cad.saved(pack_plan) if cad else 0.0))
+                              *((int(cad.home_bytes(whole)[rank]), whole) if cad else ())))
         return works
 
     def _groups(self, packs: Sequence[PackedBatch]) -> list[Sequence[PackedBatch]]:

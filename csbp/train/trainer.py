@@ -84,8 +84,8 @@ class Trainer:
         session, progress = self.session, self.progress
         config, runner = session.config, session.runner
         works, cursor = self._works(progress.step, progress.cursor)
-        if not self._foretold:
-            self.recorder.note(_foretell(works[0].saved))
+        if not self._foretold and runner.cad and works[0].whole:
+            self.recorder.note(_foretell(runner.cad.saved(works[0].whole)))
             self._foretold = True
         rate = learning_rate(progress.step, config.optim, config.train.steps)
         for group in session.optimizer.param_groups:
