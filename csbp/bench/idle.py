@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from csbp.bench.clock import by_rank
 from csbp.parallel.runtime import Runtime
+from csbp.plan.runs import union
 
 
 def idle_fraction(runtime: Runtime, step: Callable[[], None]) -> float | None:
@@ -40,9 +42,6 @@ def idle_fraction(runtime: Runtime, step: Callable[[], None]) -> float | None:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of spans (start, end)."""
-    total, reached = 0.0, -float("inf")
-    for start, end in sorted(spans):
-        total += max(end - max(start, reached), 0.0)
-        reached = max(reached, end)
-    return total
+    """Length of the union of spans (start, end), microseconds."""
+    nanoseconds = np.rint(1e3 * np.array([*spans]).reshape(-1, 2)).astype(np.int64)
+    return float(union(*nanoseconds.T).before[-1] / 1e3)
