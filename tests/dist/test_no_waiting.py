@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,7 +55,8 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         to_cpu = func is Tensor.to and any(isinstance(x, str) for x in (*args[1:], *kwargs.values()))
-        if func in READING or to_cpu:
+        listed = func is Tensor.__getitem__ and isinstance(args[1], (list, np.ndarray))  # goes to the device, waited for
+        if func in READING or to_cpu or listed:
             self.found.append(func.__name__)
         return func(*args, **kwargs)
 
