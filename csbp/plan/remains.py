@@ -30,6 +30,7 @@ class Items(NamedTuple):
     missing: np.ndarray
 
     def at(self, which: np.ndarray | slice) -> Items:
+        """Some of them."""
         return Items(*(column[which] for column in self))
 
 
