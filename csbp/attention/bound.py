@@ -128,7 +128,7 @@ def bind_kind(kind: KindPlan, num_clean: int, device: torch.device | str, backen
     count, clean = len(here), 0 if kind.kind.clean == "absent" else num_clean
     first = clean if 0 < clean < count else count // 2
     parts: tuple[Part, ...] = (Part(slice(None), here, None),)
-    if guests is not None and overlap and first:
+    if overlap and first and (guests is not None or any(exchange.receive_counts)):
         early, late = slice(first), slice(first, None)
         # Clean rows see no noised key.
         parts = (Part(early, mask(kind.here, early), num_clean if first <= clean else None),

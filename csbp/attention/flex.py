@@ -9,7 +9,8 @@ forward again. Legend: S query rows, T keys, N query heads, K key/value heads, D
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -101,12 +102,23 @@ def backward(dout_SND: Tensor, q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, out_
     """
     if not len(q_SND) or not len(k_TKD):
         return torch.zeros_like(q_SND), torch.zeros_like(k_TKD), torch.zeros_like(v_TKD)
-    with torch.enable_grad():
+    with _recording():
         inputs = [x.detach().requires_grad_() for x in (q_SND, k_TKD, v_TKD)]
         part, part_lse = call(*inputs, mask, scale)
     dout, dlse = share(dout_SND, out_SND, lse_SN, part.detach(), part_lse.detach(), dlse_SN)
     grads = torch.autograd.grad((part, part_lse), inputs, (dout.to(part.dtype), dlse.to(part_lse.dtype)))
     return grads[0], grads[1], grads[2]
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Record for autograd, also inside a custom op, where torch leaves out autograd's dispatch keys, whatever the
+    grad mode."""
+    left_out = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        left_out = left_out.remove(getattr(torch._C.DispatchKey, key))
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), left_out), torch.enable_grad():
+        yield
 
 
 def share(dout: Tensor, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor,

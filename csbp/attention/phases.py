@@ -62,9 +62,9 @@ def backward_phases(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out
                     kind: BoundKind, scale: float) -> Phases:
     """Gradients of query, key and value, in their dtype.
 
-    The rows travel a second time (shards are kept, never gathered buffers). Gradients of received rows are computed
-    first, those of guests before those of own rows, and travel home while the local part runs; an owner adds them in
-    rank order. Where query rows move, a share of the local part runs while they and the keys come.
+    The rows travel a second time (shards are kept, never gathered buffers). A share of the local part runs while they
+    come; then gradients of received rows are computed, those of guests before those of own rows, and travel home while
+    the rest of the local part runs. An owner adds them in rank order.
     """
     guests, memory, mine = kind.guests, kind.memory, (dout, query, key, value, out, lse)
     memory.begin(query.device)

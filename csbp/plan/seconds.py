@@ -73,8 +73,8 @@ def predict_seconds(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray
     """Time of one pack on each rank.
 
     In the forward what travels hides behind attention over the keys that are here, and what others attended behind
-    that over keys from elsewhere. In the backward the keys are waited for; gradients then travel home behind the local
-    part. Where query rows move, half of that part runs before, while keys and queries come.
+    that over keys from elsewhere. In the backward it hides behind half of the local part, and what travels home behind
+    the other half.
 
     Args:
         shape: the whole model.
@@ -116,7 +116,8 @@ def exposed_seconds(part: AttentionLayers, rows: np.ndarray, kind: KindCounts, t
     keys, home = kind.received * pace.keys, kind.sent * pace.keys
     forward = (np.maximum(keys * size.forward["keys"] + queries * size.forward["queries"] - time.forward * here, 0)
                + np.maximum(queries * size.forward["outputs"] - time.forward * (1 - here), 0))
-    early = here / 2 if kind.guests.any() else 0.0 * here  # of the backward, while keys and queries come
+    # Of the backward, while keys and queries come.
+    early = np.where(kind.guests.any() | (kind.received > 0), here / 2, 0.0)
     backward = (np.maximum(keys * size.backward["keys"] + queries * size.backward["queries"] - time.backward * early, 0)
                 + np.maximum(home * size.backward["gradients"] - time.backward * (here - early), 0)
                 + np.maximum(queries * size.backward["query_gradients"] - time.backward * (1 - early), 0))

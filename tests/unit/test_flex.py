@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from csbp.attention import flex, interval_attention, reference
+from csbp.attention import core, flex, interval_attention, reference
 from csbp.attention.mask import IntervalMask
+from csbp.attention.operator import BoundPlan
+from csbp.comm.transport import LocalTransport
+from csbp.plan.forecast import whole_pack
+from csbp.plan.geometry import LayerKind
+from csbp.plan.plan import plan_rank
 
 
 def case(seed: int) -> tuple[Tensor, Tensor, Tensor, IntervalMask, np.random.Generator]:
@@ -51,6 +59,32 @@ def test_gradients_of_a_part_follow_from_its_own(seed: int) -> None:
         found = flex.backward(dout, q, k[:cut], v[:cut], out, lse, part, 0.3, gradient, call=attend)
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-10)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention in torch's own differentiable operations."""
+    low, high, own, end = (torch.as_tensor(bound)[:, None] for bound in mask.host)
+    place = torch.arange(len(k))
+    seen = (place >= low) & (place < high) | (place >= own) & (place < end)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = (torch.einsum("snd,tnd->nst", q, k) * scale).masked_fill(~seen, float("-inf"))
+    lse = scores.logsumexp(-1)
+    weights = (scores - torch.where(lse == float("-inf"), 0.0, lse)[..., None]).exp()
+    return torch.einsum("nst,tnd->snd", weights, v), lse.t()
+
+
+def test_gradients_inside_the_distributed_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(core.BACKENDS, "flex", SimpleNamespace(
+        forward=reference.forward, backward=partial(flex.backward, call=plain)))
+    pack = whole_pack([13, 5], 4, noised=True)
+    inputs = [torch.randn(36, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    grads = []
+    for backend in ("flex", "reference"):
+        plan = BoundPlan(plan_rank(pack, (LayerKind(),), 1, 0), LocalTransport(), backend=backend)
+        out = plan.attend("full", *inputs, layer=0)
+        grads.append(torch.autograd.grad(out, inputs, torch.ones_like(out)))
+    for found, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
 
 
 def test_no_rows_and_no_keys() -> None:
