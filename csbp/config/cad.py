@@ -42,7 +42,9 @@ def check_cad(config: RunConfig) -> None:
 
 def unheeded(config: RunConfig) -> list[str]:
     """A sentence, where something of ``cad`` is set although nothing heeds it."""
-    usual, given = CadConfig(), {field.name: getattr(config.cad, field.name) for field in fields(CadConfig)}
+    usual = CadConfig()
+    # Keys and values travel without moves too.
+    given = {field.name: getattr(config.cad, field.name) for field in fields(CadConfig) if field.name != "overlap"}
     names = [f"cad.{name}={written(value)}" for name, value in given.items() if value != getattr(usual, name)]
     if config.cad.enabled or not names:
         return []

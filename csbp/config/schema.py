@@ -147,7 +147,7 @@ class CadConfig:
     ship_queries: bool = option(True, "noised queries may move too; false: only clean ones, so that nothing of the "
                                 "noised stream ever travels")
     overlap: str = option("operator", "what travels does so while attention runs, or (to measure that) is waited for "
-                          "at once", choices=("operator", "none"))
+                          "at once; keys and values also with cad.enabled=false", choices=("operator", "none"))
     profile: str = option("auto", "what attention costs: auto (by device), a name in conf/profile, or a FILE.json of "
                           "csbp bench profile")
     max_send_mib: int | None = option(None, "most that moves may make a rank send in one layer of a step", low=0)

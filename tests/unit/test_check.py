@@ -78,6 +78,7 @@ def test_replicas_without_a_pack(config: RunConfig) -> None:
     assert "is no multiple of 2 replicas; some have only attention of others" in shown(pooled)
     unheeded = dataclasses.replace(config, cad=CadConfig(pool="dp"))
     assert "warning: cad.pool='dp': nothing heeds that with cad.enabled=false" in shown(unheeded)
+    assert "heeds" not in shown(dataclasses.replace(config, cad=CadConfig(overlap="none")))
 
 
 def test_a_pool_that_no_plan_can_have(config: RunConfig) -> None:
