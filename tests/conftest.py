@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +18,8 @@ hypothesis.settings.load_profile("untimed")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Importing makes millions of objects that stay: seconds of looking through them for garbage, again and again.
+gc.disable()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -24,6 +28,35 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     want a small machine to themselves."""
     all_of_them = config.args_source is not pytest.Config.ArgsSource.ARGS
     return 2 if all_of_them and config.getoption("markexpr") == "not slow and not gpu" else 0
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _files_are_merged_once() -> Iterator[None]:
+    """Hydra takes a tenth of a second or more to merge shipped files; the next to choose the same ones get a copy.
+
+    A user's own file, and whatever is refused, goes through Hydra every time.
+    """
+    from csbp.config import compose as module
+    from csbp.config.files import OWN_FILE
+
+    merge, kept = module.compose, dict[tuple[str, ...], Any]()
+
+    def merge_once(name: str, overrides: list[str]) -> Any:
+        if f"experiment={OWN_FILE}" in overrides:
+            return merge(name, overrides=overrides)
+        choices = (name, *overrides)
+        if choices not in kept:
+            kept[choices] = merge(name, overrides=overrides)
+        return copy.deepcopy(kept[choices])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "compose", merge_once)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
