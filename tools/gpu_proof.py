@@ -1,7 +1,8 @@
 """Attention kernels held against float64 on a GPU: ``gpu_proof.py OUT.json [MASKS]``.
 
 Random packed masks per head size: out, dq, dk and dv of each backend in bfloat16 against the reference in float64: one
-launch, two simulated ranks (keys apart, merged, gradients brought home), and two that attend rows for each other.
+launch, two simulated ranks (keys apart, in one to three stages, merged, gradients brought home), and two that attend
+rows for each other.
 Memory is poisoned before each run, so that a value that nobody wrote shows. Exits with 1 if a bound is broken. Legend
 as in csbp.attention.
 """
@@ -73,10 +74,11 @@ def poison(gib: float = 2.0) -> None:
 
 
 def on_ranks(world: int, plan: PackPlan, kind: LayerKind, backend: str, inputs: Sequence[Tensor],
-             scale: float) -> list[Tensor]:
+             scale: float, stages: int = 1) -> list[Tensor]:
     """out, dq, dk, dv [R, heads, D] of the whole pack, put together from simulated ranks."""
     transports = LoopbackWorld(world)
-    bound = [BoundPlan(plan.rank_plan(rank), transports.transport(rank), "cuda", backend) for rank in range(world)]
+    bound = [BoundPlan(plan.rank_plan(rank), transports.transport(rank), "cuda", backend, stages=stages)
+             for rank in range(world)]
     rows = []
     for one in bound:
         held = one.rank_plan.rows
@@ -113,7 +115,7 @@ def worst_of(backend: str, heads: int, kv_heads: int, dim: int, masks: int) -> d
         apart_plan = PackPlan(geometry, (kind,), 2)
         for plan, errors in ((PackPlan(geometry, (kind,), 1), one), (apart_plan, two),
                              (with_moves(rng, apart_plan, kind), moved)):
-            found = on_ranks(plan.world, plan, kind, backend, inputs, scale)
+            found = on_ranks(plan.world, plan, kind, backend, inputs, scale, int(rng.integers(1, 4)))
             np.maximum(errors, [apart(a, b) for a, b in zip(found, expected, strict=True)], out=errors)
     fine = bool(np.all(one < BOUND) and np.all(np.maximum(two, moved) < TWO_RANKS * np.maximum(one, 1e-9)))
     return {"backend": backend, "heads": heads, "kv_heads": kv_heads, "head_dim": dim, "masks": masks,

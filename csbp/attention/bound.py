@@ -19,6 +19,8 @@ from csbp.comm.transport import Outgoing
 from csbp.comm.upload import upload
 from csbp.plan.plan import KindPlan
 from csbp.plan.ranges import RowRanges
+from csbp.plan.stages import in_stages
+from csbp.plan.travel import Exchange
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
 
@@ -33,19 +35,40 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A share of the rows that travel; all of them, where there is but one.
+
+    Attributes:
+        send: int64, own rows to send, by destination; in the "csbp" scheme clean rows only.
+        to_global: int64 [R], permutation of the received rows into global order.
+        arrived: mask into the received rows in global order.
+        sees_far: whether it lets any row see any.
+    """
+
+    send: Tensor
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
+    to_global: Tensor
+    arrived: IntervalMask
+    sees_far: bool
+
+    @classmethod
+    def bind(cls, exchange: Exchange, arrived: RowRanges, device: torch.device | str) -> Stage:
+        """The plan's share on a device."""
+        return cls(upload(exchange.send, device), exchange.send_counts, exchange.receive_counts,
+                   upload(exchange.to_global, device), _mask(arrived, device), bool(arrived.pairs.any()))
+
+
+@dataclass(frozen=True)
 class BoundKind:
     """One layer kind of a rank's plan, on its device.
 
     Attributes:
         here: mask into [own clean rows | own noised rows].
-        arrived: mask into the received rows in global order.
-        sees_far: whether it lets any row see any.
         parts: the local backward: its last part runs while gradients travel home, those before it (one, or none) while
             keys and queries come.
-        send: int64, own rows to send, by destination; in the "csbp" scheme clean rows only.
-        to_global: int64 [R], permutation of the received rows into global order.
+        stages: what travels, share by share; empty where no rank sends anything.
         backend: the kernel.
-        travels: whether any rank sends anything.
         num_clean: Sc.
         wire: dtype in which gradients travel home; None: that of the keys.
         guests: its part in moving query rows; None where no rank's do.
@@ -53,34 +76,28 @@ class BoundKind:
     """
 
     here: IntervalMask
-    arrived: IntervalMask
-    sees_far: bool
     parts: tuple[Part, ...]
-    send: Tensor
-    send_counts: tuple[int, ...]
-    receive_counts: tuple[int, ...]
-    to_global: Tensor
+    stages: tuple[Stage, ...]
     backend: Backend
-    travels: bool
     num_clean: int
     wire: torch.dtype | None
     guests: BoundGuests | None
     memory: Buffers
 
-    def ship(self, key: Tensor, value: Tensor) -> Outgoing:
+    def ship(self, stage: Stage, key: Tensor, value: Tensor) -> Outgoing:
         """Own keys and values on their way to those who need them."""
-        rows = torch.cat((key[self.send], value[self.send]), -1)
-        return outgoing(rows, self.send_counts, self.receive_counts, "keys", self.memory)
+        rows = torch.cat((key[stage.send], value[stage.send]), -1)
+        return outgoing(rows, stage.send_counts, stage.receive_counts, "keys", self.memory)
 
-    def unpack(self, received: Tensor | None, key: Tensor, value: Tensor) -> tuple[Pair, Pair]:
+    def unpack(self, stage: Stage, received: Tensor | None, key: Tensor, value: Tensor) -> tuple[Pair, Pair]:
         """(K, V) of the received rows in global order (the one copy they need), and (K, V) that guests see."""
         assert received is not None
-        rows, guests, clean = len(self.to_global), self.guests, self.num_clean
+        rows, guests, clean = len(stage.to_global), self.guests, self.num_clean
         both = guests is not None and guests.received and guests.own
         found = []
         for own, part in ((key, received[..., :key.shape[-1]]), (value, received[..., key.shape[-1]:])):
             all_rows = self.memory.take((rows + clean * both, *own.shape[1:]), own.dtype)
-            torch.index_select(part, 0, self.to_global, out=all_rows[:rows])
+            torch.index_select(part, 0, stage.to_global, out=all_rows[:rows])
             if both:
                 all_rows[rows:] = own[:clean]
             found.append((all_rows[:rows], own[:clean] if guests is not None and not guests.received else all_rows))
@@ -94,48 +111,55 @@ class BoundKind:
         return self.backend.backward(dout[rows], query[rows], key[:part.keys], value[:part.keys], out[rows], lse[rows],
                                      part.mask, scale)
 
-    def home(self, parts: list[Pair], key: Tensor, value: Tensor) -> Outgoing:
+    def home(self, stage: Stage, parts: list[Pair], key: Tensor, value: Tensor) -> Outgoing:
         """Gradients of the received rows on their way to their owners.
 
         Args:
             parts: gradients of K and of V, [R, K, D] each, to be added.
         """
         wire, wide, width = self.wire or key.dtype, compute_dtype(key.dtype), key.shape[2]
-        rows = self.memory.take((len(self.to_global), key.shape[1], width + value.shape[2]), wire)
+        rows = self.memory.take((len(stage.to_global), key.shape[1], width + value.shape[2]), wire)
         if not parts:
             rows.zero_()
         for place, side in zip((rows[..., :width], rows[..., width:]), zip(*parts, strict=True), strict=False):
             total = side[0] if len(side) == 1 else side[0].to(wide) + side[1]
-            place[self.to_global] = total.to(wire)
-        return outgoing(rows, self.receive_counts, self.send_counts, "gradients", self.memory)
+            place[stage.to_global] = total.to(wire)
+        return outgoing(rows, stage.receive_counts, stage.send_counts, "gradients", self.memory)
 
-    def add_returned(self, dk: Tensor, dv: Tensor, returned: Tensor) -> None:
+    def add_returned(self, stage: Stage, dk: Tensor, dv: Tensor, returned: Tensor | None) -> None:
         """Add the gradients of own rows that other ranks have found, in the order of ranks."""
-        for mine, part in zip(self.send.split(self.send_counts), returned.split(self.send_counts), strict=True):
+        assert returned is not None
+        counts = stage.send_counts
+        for mine, part in zip(stage.send.split(counts), returned.split(counts), strict=True):
             if len(mine):  # a source rank names each row at most once
                 dk[mine] += part[..., :dk.shape[-1]].to(dk.dtype)
                 dv[mine] += part[..., dk.shape[-1]:].to(dv.dtype)
 
 
-def bind_kind(kind: KindPlan, num_clean: int, device: torch.device | str, backend: str, wire: torch.dtype | None,
-              memory: Buffers, *, travels: bool, overlap: bool) -> BoundKind:
-    """A layer kind of the plan of a rank with ``num_clean`` clean rows. ``overlap``: see ``BoundPlan``."""
-    def mask(ranges: RowRanges, rows: slice = slice(None)) -> IntervalMask:
-        return IntervalMask.from_arrays(ranges.prefix_start[rows], ranges.prefix_end[rows], ranges.block_start[rows],
-                                        ranges.block_end[rows], device)
+def _mask(ranges: RowRanges, device: torch.device | str, rows: slice = slice(None)) -> IntervalMask:
+    return IntervalMask.from_arrays(ranges.prefix_start[rows], ranges.prefix_end[rows], ranges.block_start[rows],
+                                    ranges.block_end[rows], device)
 
-    exchange, guests, here = kind.exchange, kind.guests, mask(kind.here)
+
+def bind_kind(kind: KindPlan, num_clean: int, device: torch.device | str, backend: str, wire: torch.dtype | None,
+              memory: Buffers, *, stages: int, overlap: bool) -> BoundKind:
+    """A layer kind of the plan of a rank with ``num_clean`` clean rows.
+
+    Args:
+        stages: shares in which rows travel, of a kind where no query rows do; 0: nothing travels.
+        overlap: see ``BoundPlan``.
+    """
+    exchange, guests, here = kind.exchange, kind.guests, _mask(kind.here, device)
     count, clean = len(here), 0 if kind.kind.clean == "absent" else num_clean
     first = clean if 0 < clean < count else count // 2
     parts: tuple[Part, ...] = (Part(slice(None), here, None),)
     if overlap and first and (guests is not None or any(exchange.receive_counts)):
         early, late = slice(first), slice(first, None)
         # Clean rows see no noised key.
-        parts = (Part(early, mask(kind.here, early), num_clean if first <= clean else None),
-                 Part(late, mask(kind.here, late), None))
+        parts = (Part(early, _mask(kind.here, device, early), num_clean if first <= clean else None),
+                 Part(late, _mask(kind.here, device, late), None))
+    shares = in_stages(exchange, kind.arrived, 1 if guests is not None else stages) if stages else []
     return BoundKind(
-        here=here, arrived=mask(kind.arrived), sees_far=bool(kind.arrived.pairs.any()), parts=parts,
-        send=upload(exchange.send, device), send_counts=exchange.send_counts, receive_counts=exchange.receive_counts,
-        to_global=upload(exchange.to_global, device), backend=get_backend(backend), travels=travels,
-        num_clean=num_clean, wire=wire, memory=memory,
+        here=here, parts=parts, stages=tuple(Stage.bind(*share, device) for share in shares),
+        backend=get_backend(backend), num_clean=num_clean, wire=wire, memory=memory,
         guests=None if guests is None else BoundGuests.bind(guests, device))

@@ -48,7 +48,8 @@ class BoundPlan:
         rank_plan: the pure plan it was made from.
         native: where nothing travels, use a kernel's own autograd if it has one. Selective checkpointing does not see
             it as attention, and a compiler cannot trace how it is given its mask.
-        transport: how rows travel, while attention runs unless ``overlap`` is False (to measure what that hides).
+        transport: how rows travel, while attention runs unless ``overlap`` is False (to measure what that hides), in
+            ``stages`` shares of which the first is attended while the others come.
         kinds: layer kind name -> masks and exchange.
         num_clean, num_noised: own rows of the two streams (a dummy row counts as noised).
         numbers_layers: whether ``attend`` must be told the layer's number.
@@ -58,15 +59,15 @@ class BoundPlan:
 
     def __init__(self, rank_plan: RankPlan, transport: Transport, device: torch.device | str = "cpu",
                  backend: str = "auto", wire: torch.dtype | None = None, native: bool = False,
-                 overlap: bool = True) -> None:
+                 overlap: bool = True, stages: int = 1) -> None:
         assert (rank_plan.rank, rank_plan.world) == (transport.rank, transport.world)
         self.rank_plan, self.transport, self.native = rank_plan, transport, native
         self.num_clean, self.num_noised = len(rank_plan.rows.clean), len(rank_plan.rows.noised)
         travels = rank_plan.world > 1 and rank_plan.scheme != "block"
         plain = Buffers(reuse=False)
         self.kinds = {name: bind_kind(kind, self.num_clean, device, backend, wire,
-                                      plain if kind.guests is None else transport.buffers, travels=travels,
-                                      overlap=overlap)
+                                      plain if kind.guests is None else transport.buffers,
+                                      stages=stages * travels, overlap=overlap)
                       for name, kind in rank_plan.kinds.items()}
         self._calls = {name: _Call(kind, transport, overlap) for name, kind in self.kinds.items()}
         self._handles = {name: next(_HANDLES) for name in self.kinds}
@@ -97,7 +98,7 @@ class BoundPlan:
             raise ValueError(f"{len(key)} keys; the plan gives this rank {rows}")
         bound = self.kinds[kind]
         whole = getattr(resolved(bound.backend, query, value), "attend", None) if self.native else None
-        if whole is not None and not bound.travels and len(query) and len(key):
+        if whole is not None and not bound.stages and len(query) and len(key):
             return whole(query, key, value, bound.here, default_scale(query, scale))[0]
         out, _ = torch.ops.csbp.attend(query, key, value, self._handles[kind], default_scale(query, scale))
         return out

@@ -36,20 +36,20 @@ def forward_phases(query: Tensor, key: Tensor, value: Tensor, kind: BoundKind, s
     """
     backend, guests, memory = kind.backend, kind.guests, kind.memory
     memory.begin(query.device)
-    if kind.travels:
-        yield kind.ship(key, value)
+    for stage in kind.stages:
+        yield kind.ship(stage, key, value)
     if guests is not None:
         yield guests.lend(query, memory)
-    whole = backend.forward(query, key, value, kind.here, scale)
-    if not kind.travels:
-        return whole
-    far, seen = kind.unpack((yield None), key, value)
-    if guests is not None:
-        asked = yield None
-        assert asked is not None
-        yield guests.attend(asked, seen, backend, scale, memory)
-    if kind.sees_far:
-        whole = merge([whole, backend.forward(query, *far, kind.arrived, scale)])
+    parts = [backend.forward(query, key, value, kind.here, scale)]
+    for stage in kind.stages:
+        far, seen = kind.unpack(stage, (yield None), key, value)
+        if guests is not None:
+            asked = yield None
+            assert asked is not None
+            yield guests.attend(asked, seen, backend, scale, memory)
+        if stage.sees_far:
+            parts.append(backend.forward(query, *far, stage.arrived, scale))
+    whole = merge(parts)
     if guests is not None:
         returned = yield None
         assert returned is not None
@@ -62,22 +62,23 @@ def backward_phases(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out
                     kind: BoundKind, scale: float) -> Phases:
     """Gradients of query, key and value, in their dtype.
 
-    The rows travel a second time (shards are kept, never gathered buffers). A share of the local part runs while they
-    come; then gradients of received rows are computed, those of guests before those of own rows, and travel home while
-    the rest of the local part runs. An owner adds them in rank order.
+    The rows travel a second time (shards are kept, never gathered buffers). A part of the local work runs while they
+    come; then gradients of received rows are computed, stage by stage, those of guests before those of own rows, and
+    travel home while the next stage and the rest of the local work run. An owner adds them in the order of stages and
+    ranks.
     """
     guests, memory, mine = kind.guests, kind.memory, (dout, query, key, value, out, lse)
     memory.begin(query.device)
-    if kind.travels:
-        yield kind.ship(key, value)
+    for stage in kind.stages:
+        yield kind.ship(stage, key, value)
     if guests is not None:
         yield guests.lend_all(dout, query, out, lse, memory)
     early = [kind.local(part, *mine, scale) for part in kind.parts[:-1]]
     dq_far: Tensor | None = None
     own_clean: Pair | None = None  # what guests give own clean rows
-    if kind.travels:
-        rows, parts = len(kind.to_global), []
-        far, seen = kind.unpack((yield None), key, value)
+    for stage in kind.stages:
+        rows, parts = len(stage.to_global), []
+        far, seen = kind.unpack(stage, (yield None), key, value)
         if guests is not None:
             lent = yield None
             assert lent is not None
@@ -89,21 +90,21 @@ def backward_phases(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out
             if guests.own:
                 first = rows if guests.received else 0
                 own_clean = of_keys[0][first:], of_keys[1][first:]
-        if kind.sees_far:
-            dq_far, *rest = kind.backend.backward(dout, query, *far, out, lse, kind.arrived, scale)
+        if stage.sees_far:
+            dq, *rest = kind.backend.backward(dout, query, *far, out, lse, stage.arrived, scale)
+            dq_far = dq if dq_far is None else dq_far.to(compute_dtype(dq.dtype)).add_(dq)
             parts.append((rest[0], rest[1]))
-        yield kind.home(parts, key, value)
+        yield kind.home(stage, parts, key, value)
     dq, dk, dv = _joined([*early, kind.local(kind.parts[-1], *mine, scale)], dq_far)
     if guests is not None:
         guests.add(dq, (yield None))
-    if kind.travels:
+    if kind.stages:
         dk, dv = dk.to(compute_dtype(dk.dtype)), dv.to(compute_dtype(dv.dtype))
-        if own_clean is not None:
-            dk[:kind.num_clean] += own_clean[0].to(dk.dtype)
-            dv[:kind.num_clean] += own_clean[1].to(dv.dtype)
-        returned = yield None
-        assert returned is not None
-        kind.add_returned(dk, dv, returned)
+    if own_clean is not None:
+        dk[:kind.num_clean] += own_clean[0].to(dk.dtype)
+        dv[:kind.num_clean] += own_clean[1].to(dv.dtype)
+    for stage in kind.stages:
+        kind.add_returned(stage, dk, dv, (yield None))
     return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
 
 

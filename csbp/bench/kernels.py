@@ -89,7 +89,7 @@ def measure_backend(runtime: Runtime, job: Job, name: str, tell: Callable[[str],
     everyone = by_rank(runtime, [received])
     row |= {"bytes_received": int(everyone.max()), "bytes_received_mean": float(everyone.mean()),
             "gib_received": float(everyone.max()) / GIB}
-    if plan.kinds[job.kind.name].travels:
+    if plan.kinds[job.kind.name].stages:
         still = BoundPlan(job.plan, ResidentTransport(transport.rank, transport.world), runtime.device, name)
         tell("timing without the exchange")
         alone, _ = _time(runtime, job, launcher(still, job, name))

@@ -109,6 +109,9 @@ class ParallelConfig:
                        "axis", choices=("csbp", "context", "block", "data"))
     exchange: str = option("exact", "keys that a rank receives: just those its rows see, or all of them",
                            choices=("exact", "all_gather"))
+    exchange_stages: int | None = option(None, "shares in which those keys come: the first are attended while others "
+                                         "travel; null: 1 where the axis lies in one node, else 8; always 1 for "
+                                         "layers whose query rows move", low=1, high=64)
     gradient_wire: str = option("compute", "dtype in which gradients of keys travel home; they are summed in float32 "
                                 "either way", choices=("compute", "float32"))
     csbp: int | None = option(None, "size of the sequence axis; null: all remaining ranks", low=1)

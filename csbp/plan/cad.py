@@ -45,6 +45,7 @@ class Cad:
         forwards: how often a layer's forward runs, 2 with full checkpointing.
         device: what ranks compute on, for its links. tp: ranks that share the heads of the same rows.
         row_seconds: of one row in all that is no attention, over all layers of a step.
+        stages: as ``parallel.exchange_stages``.
     """
 
     settings: CadSettings
@@ -56,6 +57,7 @@ class Cad:
     device: Device
     tp: int = 1
     row_seconds: float = 0.0
+    stages: int | None = None
 
     def moved(self, plan: PackPlan) -> PackPlan:
         """The plan with what moves in every layer kind: by attention alone or by all that a rank computes, whichever
@@ -151,4 +153,4 @@ def cad_of(config: RunConfig, shape: ModelShape, device: str) -> Cad | None:
     runs = 3 + (parallel.checkpointing != "none")  # of a matrix product in a step: forwards, and a backward of two
     return Cad(CadSettings(cad.tolerance, cad.min_gain, cad.ship_queries, *most), cost, own, item,
                4 if parallel.gradient_wire == "float32" else item, 1 + (parallel.checkpointing == "full"), speeds, tp,
-               own.row_flops * runs / speeds.linear)
+               own.row_flops * runs / speeds.linear, parallel.exchange_stages)

@@ -87,6 +87,7 @@ class Settings:
         tp: ranks that share the heads of the same rows.
         copies: ``parallel.dp_replicate``, whole sets of the sharded weights.
         wide: heads of ``WIDE_DIMS`` go through the wide backend.
+        stages: as ``parallel.exchange_stages``.
     """
 
     world: int
@@ -98,6 +99,7 @@ class Settings:
     tp: int = 1
     copies: int = 1
     wide: bool = False
+    stages: int | None = None
 
     @classmethod
     def of(cls, config: RunConfig, device: str) -> Settings:
@@ -105,7 +107,8 @@ class Settings:
         parallel, half = config.parallel, config.train.dtype == "bfloat16"
         return cls(parallel.nproc, parallel.checkpointing, 2 if half else 4, config.train.logit_rows, parallel.offload,
                    4 if parallel.gradient_wire == "float32" else None, parallel.tp, parallel.dp_replicate,
-                   wide=half and device == "h200" and config.attention.backend in ("auto", "wide"))
+                   wide=half and device == "h200" and config.attention.backend in ("auto", "wide"),
+                   stages=parallel.exchange_stages)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from csbp.plan.counts import KindCounts, PlanCounts
 from csbp.plan.estimate import Device, Settings
 from csbp.plan.shapes import BACKWARD_PAIRS, AttentionLayers, ModelShape
 from csbp.plan.split import split_bytes, split_shape
+from csbp.plan.stages import default_stages
 from csbp.plan.wire import row_bytes
 
 
@@ -74,7 +75,8 @@ def predict_seconds(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray
 
     In the forward what travels hides behind attention over the keys that are here, and what others attended behind
     that over keys from elsewhere. In the backward it hides behind half of the local part, and what travels home behind
-    the other half.
+    the other half. Where keys come in several stages, all but the first also hide behind attention over those before
+    them, and what travels home behind that over those after them.
 
     Args:
         shape: the whole model.
@@ -88,6 +90,7 @@ def predict_seconds(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray
     runs_linear, forwards = 3 + (policy != "none"), key_trips(policy) - 1
     # Ranks of a tp axis are neighbours.
     link = device.near_link if len(counts.clean) * settings.tp <= device.node else device.far_link
+    stages = settings.stages or default_stages(len(counts.clean) * settings.tp, device.node)
     busy = np.zeros(len(counts.clean))
     exposed = told / (device.near_link if settings.tp <= device.node else device.far_link)
     for part in shape.attention:
@@ -96,29 +99,42 @@ def predict_seconds(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray
         time = attention[part.kind.name] if attention else Passes(by_pairs, BACKWARD_PAIRS * by_pairs)
         speed = pace[part.kind.name] if pace else Pace(1 / link, 1 / link)
         busy += part.count * (forwards * time.forward + time.backward)
-        once, again = exposed_seconds(part, counts.rows, kind, time, speed, item, settings.gradient_itemsize)
+        once, again = exposed_seconds(part, counts.rows, kind, time, speed, item, settings.gradient_itemsize, stages)
         exposed += part.count * (forwards * once + again)
     linear = counts.rows * float(shape.row_flops) * runs_linear + loss_rows * float(shape.logit_flops) * 3
     return Seconds(busy, linear / device.linear, exposed)
 
 
 def exposed_seconds(part: AttentionLayers, rows: np.ndarray, kind: KindCounts, time: Passes, pace: Pace, itemsize: int,
-                    gradient_itemsize: int | None) -> tuple[np.ndarray, np.ndarray]:
+                    gradient_itemsize: int | None, stages: int) -> tuple[np.ndarray, np.ndarray]:
     """Seconds [N] that a forward and a backward of one layer wait for what travels.
 
     Args:
         rows: [N], of both streams.
         time: that each rank attends.
+        stages: shares in which keys come where no query rows move.
     """
     size = row_bytes(part.heads, part.kv_heads, part.head_dim, part.head_dim, itemsize, gradient_itemsize)
+    moved = bool(kind.guests.any())
     # Own rows are assumed to be as popular as received ones. A rank lends query rows or attends those of others.
     here, queries = rows / np.maximum(rows + kind.received, 1), np.maximum(kind.guests, kind.lent) * pace.queries
-    keys, home = kind.received * pace.keys, kind.sent * pace.keys
-    forward = (np.maximum(keys * size.forward["keys"] + queries * size.forward["queries"] - time.forward * here, 0)
+    keys, home = kind.received * pace.keys, kind.sent * pace.keys * size.backward["gradients"]
+    early = np.where(moved | (kind.received > 0), here / 2, 0.0)  # of the backward, while keys and queries come
+    stages = 1 if moved else stages
+
+    def waits(busy: np.ndarray, first: np.ndarray, coming: np.ndarray, going: np.ndarray | float) -> np.ndarray:
+        """Of a pass that is busy so long, ``first`` of it until the first keys are needed, ``here`` with its own."""
+        now, sent = first * busy, np.zeros(len(busy))
+        for stage in range(1, stages + 1):
+            now = np.maximum(now, coming * stage / stages) + busy * (1 - here) / stages
+            sent = np.maximum(sent, now) + going / stages
+        # What comes and what goes share a link.
+        shared = (coming + going) * (stages > 1)
+        return np.maximum(np.maximum(now + busy * (here - first), sent), np.maximum(shared, busy)) - busy
+
+    forward = (waits(time.forward, here, keys * size.forward["keys"] + queries * size.forward["queries"], 0.0)
                + np.maximum(queries * size.forward["outputs"] - time.forward * (1 - here), 0))
-    # Of the backward, while keys and queries come.
-    early = np.where(kind.guests.any() | (kind.received > 0), here / 2, 0.0)
-    backward = (np.maximum(keys * size.backward["keys"] + queries * size.backward["queries"] - time.backward * early, 0)
-                + np.maximum(home * size.backward["gradients"] - time.backward * (here - early), 0)
+    coming = keys * size.backward["keys"] + queries * size.backward["queries"]
+    backward = (waits(time.backward, early, coming, home)
                 + np.maximum(queries * size.backward["query_gradients"] - time.backward * (1 - early), 0))
     return forward, backward

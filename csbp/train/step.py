@@ -125,7 +125,7 @@ class StepRunner:
             plan = whole.rank_plan(rank)
             works.append(Work(layout, scatter(layout, plan.rows, self.runtime.device),
                               BoundPlan(plan, self.runtime.transport, self.runtime.device, self.backend,
-                                        self.runtime.gradient_wire, self.native, self.overlap),
+                                        self.runtime.gradient_wire, self.native, self.overlap, self.runtime.stages),
                               *((int(cad.home_bytes(whole)[rank]), whole) if cad else ())))
         return works
 

@@ -39,8 +39,8 @@ def _noting(events: list[str]) -> SimpleNamespace:
     return SimpleNamespace(forward=noted(reference.forward), backward=noted(reference.backward))
 
 
-@pytest.mark.parametrize("moved", [False, True])
-def test_what_travels_has_something_to_hide_behind(moved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("moved", "stages"), [(False, 1), (False, 3), (True, 1)])
+def test_what_travels_has_something_to_hide_behind(moved: bool, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     world = 3
     pack = PackPlan(make_layout(make_pack([150, 90]), 8).geometry, (LayerKind(),), world)
     pack = with_moves(pack, 1) if moved else pack
@@ -49,8 +49,9 @@ def test_what_travels_has_something_to_hide_behind(moved: bool, monkeypatch: pyt
     for rank in range(world):
         monkeypatch.setitem(core.BACKENDS, f"rank {rank}", _noting(events[rank]))
         bound.append(BoundPlan(pack.rank_plan(rank), transports.transport(rank),
-                               backend=f"rank {rank}").kinds["full"])
-        assert bound[-1].guests is not None if moved else sum(bound[-1].receive_counts)
+                               backend=f"rank {rank}", stages=stages).kinds["full"])
+        assert len(bound[-1].stages) == stages
+        assert bound[-1].guests is not None if moved else all(sum(one.receive_counts) for one in bound[-1].stages)
     inputs = [[torch.randn(len(kind.here), heads, 8) for heads in (4, 2, 2, 4)] for kind in bound]
     done = transports.lock_step([_watched(forward_phases(q, k, v, kind, 0.3), seen)
                                  for (q, k, v, _), kind, seen in zip(inputs, bound, events, strict=True)])
@@ -69,4 +70,4 @@ def test_what_travels_has_something_to_hide_behind(moved: bool, monkeypatch: pyt
                 hidden.append("attend" in seen[travelling.popleft():place])
         assert hidden and not travelling
         # Who needs nothing from elsewhere has nothing left to do while what it has lent comes back.
-        assert all(hidden if kind.sees_far else hidden[:2])
+        assert all(hidden if kind.stages[-1].sees_far else hidden[:2])

@@ -153,7 +153,8 @@ def run(ranks: list[Rank], case: Case, tensors: tuple[Tensor, ...], noise_stays:
         out [R, N, E] of the ranks that count the row; dq, dk, dv, summed over the ranks.
     """
     world, name, (q, k, v, dout) = LoopbackWorld(case.world), case.kind.name, tensors
-    bound = [BoundPlan(r.plan, world.transport(i)).kinds[name] for i, r in enumerate(ranks)]
+    stages = 1 + len(q) % 4
+    bound = [BoundPlan(r.plan, world.transport(i), stages=stages).kinds[name] for i, r in enumerate(ranks)]
     local = [(q[rank.queries], k[rank.keys], v[rank.keys]) for rank in ranks]
     given, sent = shared_out(dout, ranks), [[] for _ in ranks]
     forward = world.lock_step([watched(forward_phases(*x, kind, SCALE), seen_) for x, kind, seen_ in

@@ -53,7 +53,7 @@ def test_own_autograd_gives_the_same(calls: list[int]) -> None:
 
 def test_not_where_keys_travel(calls: list[int]) -> None:
     plan = BoundPlan(plan_rank(PACK, (LayerKind(),), 2, 0), LoopbackWorld(2).transport(0), backend="flex", native=True)
-    assert plan.kinds["full"].travels
+    assert plan.kinds["full"].stages
     rows = plan.num_clean + plan.num_noised
     with pytest.raises(Exception, match="exchange"):  # the other rank never comes
         plan.transport._meetings.abort(1, RuntimeError("no exchange with rank 1"))  # type: ignore[attr-defined]

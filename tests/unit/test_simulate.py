@@ -130,15 +130,40 @@ def test_what_is_waited_for_by_hand() -> None:
     still = KindCounts(one, 300 * one, 200 * one, 0 * one, 0 * one)
     moving = dataclasses.replace(still, guests=50 * one, lent=70 * one)
     time = Passes(np.array([8.0]), np.array([20.0]))  # three quarters of the keys are here
-    forward, backward = exposed_seconds(part, np.array([900]), still, time, far, 2, None)
+    forward, backward = exposed_seconds(part, np.array([900]), still, time, far, 2, None, 1)
     keys = 1e-3 * size.forward["keys"]
     assert forward == pytest.approx([300 * keys - 6]) and backward == pytest.approx([300 * keys + 200 * keys - 15])
-    forward, backward = exposed_seconds(part, np.array([900]), moving, time, far, 2, None)
+    forward, backward = exposed_seconds(part, np.array([900]), moving, time, far, 2, None, 1)
     ask, answer = (70 * 2e-3 * size.forward[name] for name in ("queries", "outputs"))
     assert forward == pytest.approx([300 * keys + ask - 6 + answer - 2])
     lend, home = (70 * 2e-3 * size.backward[name] for name in ("queries", "query_gradients"))
     assert backward == pytest.approx([300 * keys + lend - 7.5 + 200 * keys - 7.5 + home - 12.5])
-    assert exposed_seconds(part, np.array([900]), moving, time, near, 2, None) == ([0], [0])
+    assert exposed_seconds(part, np.array([900]), moving, time, near, 2, None, 1) == ([0], [0])
+
+
+def test_keys_in_stages_hide_behind_those_before_them_by_hand() -> None:
+    part, one, rows = AttentionLayers(LayerKind(), 1, 8, 2, 64), np.array([1]), np.array([900])
+    size, time = row_bytes(8, 2, 64, 64, 2), Passes(np.array([8.0]), np.array([20.0]))
+    kind = KindCounts(one, 300 * one, 300 * one, 0 * one, 0 * one)
+    assert size.forward["keys"] == size.backward["keys"] == size.backward["gradients"]
+
+    def waited(seconds: float, stages: int, kind: KindCounts = kind) -> list[float]:
+        """Where all keys travel so long, and all gradients."""
+        pace = Pace(seconds / 300 / size.forward["keys"], 0.0)
+        return [float(x[0]) for x in exposed_seconds(part, rows, kind, time, pace, 2, None, stages)]
+
+    # Forward: 6 s with own keys, 2 with others. Backward: 7.5 early, 5 with others, 7.5 late.
+    assert waited(9.0, 1) == pytest.approx([3, 1.5 + 1.5])
+    # The first half is here by 4.5, the second by 9; 1 s of attention each. Gradients of the first half are on their
+    # way from 10 on, those of the second from 12.5.
+    assert waited(9.0, 2) == pytest.approx([2, 0])
+    # Backward: the halves are attended from 10 to 12.5 and from 20 to 22.5; half of the gradients go home each time.
+    assert waited(20.0, 2) == pytest.approx([20 + 1 - 8, 20 + 20 - 20])  # one link for both ways
+    # The link is free again after 32.5 s, half of what goes home then.
+    few = dataclasses.replace(kind, sent=150 * one)
+    assert waited(20.0, 2, few) == pytest.approx([13, 20 + 2.5 + 7.5 - 20])
+    moving = dataclasses.replace(kind, guests=one, lent=one)
+    assert waited(9.0, 2, moving) == waited(9.0, 1, moving)
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, str]:
