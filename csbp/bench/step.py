@@ -206,10 +206,13 @@ def synthetic_packs(config: RunConfig, vocabulary: int, step: int) -> list[Packe
     return found
 
 
-def predicted_ms(config: RunConfig) -> float:
-    """What ``csbp plan`` says of the step that is measured. Packs that differ between replicas are planned together
-    for that, as they are with ``cad.pool=dp``."""
+def predicted_ms(config: RunConfig) -> float | None:
+    """What ``csbp plan`` says of the step that is measured; None where its rates are not those of the kernels, or of
+    layers that nobody compiles. Packs that differ between replicas are planned together for that, as they are with
+    ``cad.pool=dp``."""
     parallel, cad = config.parallel, config.cad
+    if not parallel.compile or config.attention.backend in ("flex", "reference"):
+        return None
     apart = not cad.enabled and axis_sizes(parallel)[0] > 1 and parallel.kind in ("csbp", "data")
     if apart and parallel.exchange == "exact":
         config = replace(config, cad=replace(cad, enabled=True, pool="dp"))

@@ -22,6 +22,7 @@ from csbp.bench.packs import document_lengths, geometry_of
 from csbp.bench.presets import read_preset
 from csbp.bench.records import keep_rows, read_rows
 from csbp.bench.resident import ResidentTransport
+from csbp.bench.step import predicted_ms
 from csbp.cli import main
 from csbp.comm.transport import Outgoing
 from csbp.config.bench import BenchAttentionConfig
@@ -270,3 +271,11 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 def test_spans_that_overlap_count_once() -> None:
     assert covered([(5, 6), (0, 2), (1, 3), (1, 2), (3, 3.5)]) == 4.5
     assert covered([]) == 0
+
+
+def test_only_what_the_rates_are_of_is_predicted() -> None:
+    [case] = step_cases(["experiment=quickstart", "plan.device=h200", "train.dtype=bfloat16", "variants=["
+                         "'fast: parallel.compile=true', 'eager: parallel.compile=false', "
+                         "'flex: parallel.compile=true attention.backend=flex']"], 1)
+    found = {name: predicted_ms(config) for name, config in case.runs.items()}
+    assert found["fast"] and found["eager"] is None and found["flex"] is None
