@@ -30,6 +30,19 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 2 if all_of_them and config.getoption("markexpr") == "not slow and not gpu" else 0
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files one by one, but one worker takes all tests of many processes: the pool of ranks starts only there, and no
+    two such tests are in each other's way."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ranks" if nodeid.startswith(("tests/dist/", "tests/e2e/")) else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()

@@ -141,22 +141,22 @@ def run_alone(model: nn.Module, prefix: Sequence[int], noised: Sequence[int], po
     size = len(prefix) + len(noised)
     if size == 0:
         return torch.zeros(0, model.config.vocab_size, dtype=torch.float64)
-    sees = torch.zeros(size, size, dtype=torch.bool)
-    for row in range(size):
-        for key in range(size):
-            if row >= len(prefix):  # a noised row sees the prefix and its whole block
-                sees[row, key] = True
-            elif key >= len(prefix):  # a clean row sees no noise
-                sees[row, key] = False
-            elif clean == "block_causal":
-                sees[row, key] = key // block_size <= row // block_size
-            elif clean == "token_causal":
-                sees[row, key] = key <= row
-            else:
-                raise ValueError(f"clean={clean!r}")
+
+    def sees(row: int, key: int) -> bool:
+        if row >= len(prefix):  # a noised row sees the prefix and its whole block
+            return True
+        if key >= len(prefix):  # a clean row sees no noise
+            return False
+        if clean == "block_causal":
+            return key // block_size <= row // block_size
+        if clean == "token_causal":
+            return key <= row
+        raise ValueError(f"clean={clean!r}")
+
+    mask = torch.tensor([[sees(row, key) for key in range(size)] for row in range(size)])
     tokens = torch.tensor([*prefix, *noised], dtype=torch.int64)[None]
     where = torch.tensor([*range(len(prefix)), *positions], dtype=torch.int64)[None]
-    return model(input_ids=tokens, position_ids=where, attention_mask=sees[None, None]).logits[0]
+    return model(input_ids=tokens, position_ids=where, attention_mask=mask[None, None]).logits[0]
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor) -> Tensor:

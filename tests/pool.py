@@ -32,7 +32,7 @@ PRELOAD = [
     "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor",
     "torch.distributed.device_mesh", "torch.distributed.checkpoint",
     "transformers", "transformers.models.qwen3.modeling_qwen3",
-    "csbp.train.step", "csbp.parallel.fsdp", "csbp.models.registry", "csbp.models.qwen3.adapter",
+    "pytest", "csbp.train.drive", "csbp.parallel.fsdp", "csbp.models.registry", "csbp.models.qwen3.adapter",
 ]
 
 

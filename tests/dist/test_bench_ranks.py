@@ -70,8 +70,9 @@ def test_attention_in_every_scheme(ranks: Callable[..., list[Any]], tmp_path: Pa
         assert row["exposed_comm_fraction"] == pytest.approx(row["exposed_comm_ms"] / row["ms"], rel=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "exchange"), [("csbp", "exact"), ("csbp", "all_gather"), ("context", "exact"),
-                                                ("data", "exact")])
+@pytest.mark.parametrize(("kind", "exchange"), [
+    ("csbp", "exact"), ("csbp", "all_gather"), pytest.param("context", "exact", marks=pytest.mark.slow),
+    pytest.param("data", "exact", marks=pytest.mark.slow)])
 def test_bytes_are_those_that_travel(ranks: Callable[..., list[Any]], kind: str, exchange: str) -> None:
     sent, received = zip(*ranks(3, moved, kind, exchange), strict=True)
     assert sum(sent) == sum(received) and (sum(sent) > 0) == (kind != "data")

@@ -58,10 +58,10 @@ def test_changed_data_are_noticed(ranks: Any, tmp_path: Path, split: str) -> Non
     held.mkdir()
     (held / "a.txt").write_text("w1 w2 w3 w4 w5 w6")
     source = tiny_run(corpus, run).data.sources[0]
-    config = tiny_run(corpus, run, train={"steps": 2},
+    config = tiny_run(corpus, run, train={"steps": 1},
                       data={"validation": [replace(source, path=str(held))], "validation_fraction": 0.0})
     ranks(1, train_here, config)
-    again = replace(config, resume="auto", train=replace(config.train, steps=3))
+    again = replace(config, resume="auto", train=replace(config.train, steps=2))
     assert ranks(1, train_here, again) == [0]
     file = held / "a.txt" if split == "validation" else corpus / "texts" / "03.txt"
     file.write_text(file.read_text() + " more")
@@ -100,9 +100,9 @@ def test_no_checkpoint_is_given_up_for_one_of_skipped_updates(ranks: Any, corpus
 
 
 def test_a_postponed_checkpoint_comes_with_the_next_update(ranks: Any, corpus: Path, tmp_path: Path) -> None:
-    config = tiny_run(corpus, tmp_path, train={"steps": 6}, checkpoint={"every": 3})
-    ranks(1, poisoned, config, 2, 2)
-    assert saved(tmp_path) == ["step-00000004", "step-00000006"]
+    config = tiny_run(corpus, tmp_path, train={"steps": 4}, checkpoint={"every": 2})
+    ranks(1, poisoned, config, 1, 1)
+    assert saved(tmp_path) == ["step-00000003", "step-00000004"]
 
 
 @pytest.mark.slow
@@ -206,7 +206,7 @@ def without_bytes(config: Any) -> int:
 
 
 def test_held_out_targets_without_text_have_no_bits_per_byte(ranks: Any, corpus: Path, tmp_path: Path) -> None:
-    assert ranks(1, without_bytes, tiny_run(corpus, tmp_path, train={"steps": 2})) == [0]
+    assert ranks(1, without_bytes, tiny_run(corpus, tmp_path, train={"steps": 1})) == [0]
     assert [row["bits_per_byte"] for row in rows(tmp_path, "eval.jsonl")] == [None, None]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["bits_per_byte_after"] is None and summary["eval_loss_after"] > 0
@@ -229,7 +229,7 @@ def undrawable(config: Any) -> int:
 
 
 def test_a_picture_that_cannot_be_drawn_costs_nothing_else(ranks: Any, corpus: Path, tmp_path: Path) -> None:
-    config = tiny_run(corpus, tmp_path, train={"steps": 2}, checkpoint={"export": True}, observe={"plot": True})
+    config = tiny_run(corpus, tmp_path, train={"steps": 1}, checkpoint={"export": True}, observe={"plot": True})
     assert ranks(1, undrawable, config) == [0]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert Path(summary["export_dir"], "model.safetensors").exists() and not (tmp_path / "loss.png").exists()
@@ -238,11 +238,11 @@ def test_a_picture_that_cannot_be_drawn_costs_nothing_else(ranks: Any, corpus: P
 def test_an_export_that_cannot_be_written_leaves_numbers_and_checkpoint(ranks: Any, corpus: Path,
                                                                         tmp_path: Path) -> None:
     (tmp_path / "export").write_text("in the way")
-    config = tiny_run(corpus, tmp_path, train={"steps": 2}, checkpoint={"export": True})
+    config = tiny_run(corpus, tmp_path, train={"steps": 1}, checkpoint={"export": True})
     with pytest.raises(UserError, match=f"could not export to {tmp_path / 'export'}"):
         ranks(2, train_here, config)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["export_dir"] is None and summary["eval_loss_after"] > 0 and saved(tmp_path) == ["step-00000002"]
+    assert summary["export_dir"] is None and summary["eval_loss_after"] > 0 and saved(tmp_path) == ["step-00000001"]
 
 
 def with_full_disk(config: Any, name: str) -> int:
@@ -266,11 +266,11 @@ def with_full_disk(config: Any, name: str) -> int:
 
 def test_a_full_disk_ends_the_run_with_the_file_and_a_sound_checkpoint(ranks: Any, corpus: Path,
                                                                        tmp_path: Path) -> None:
-    config = tiny_run(corpus, tmp_path, train={"steps": 5}, checkpoint={"every": 2})
+    config = tiny_run(corpus, tmp_path, train={"steps": 4}, checkpoint={"every": 2})
     with pytest.raises(UserError, match="cannot be written: No space left on device"):
         ranks(1, with_full_disk, config, "metrics.jsonl")
     assert saved(tmp_path) == ["step-00000002"]
-    assert ranks(1, train_here, replace(config, resume="auto")) == [0] and len(losses(tmp_path)) == 5
+    assert ranks(1, train_here, replace(config, resume="auto")) == [0] and len(losses(tmp_path)) == 4
 
 
 @pytest.mark.parametrize("name", ["model", "summary.json"])

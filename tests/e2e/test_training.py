@@ -86,11 +86,11 @@ def test_bytes_that_attention_moved_are_recorded(ranks: Any, corpus: Path, tmp_p
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
-def test_three_and_seven_steps_are_ten(ranks: Any, corpus: Path, tmp_path: Path, world: int) -> None:
+def test_three_and_two_steps_are_five(ranks: Any, corpus: Path, tmp_path: Path, world: int) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    ranks(world, train_here, tiny_run(corpus, whole))
+    ranks(world, train_here, tiny_run(corpus, whole, train={"steps": 5}))
     ranks(world, train_here, tiny_run(corpus, parts, train={"steps": 3}))
-    ranks(world, train_here, tiny_run(corpus, parts, resume="auto"))
+    ranks(world, train_here, tiny_run(corpus, parts, train={"steps": 5}, resume="auto"))
     assert [x.hex() for x in losses(parts)] == [x.hex() for x in losses(whole)]
     assert [r["grad_norm"] for r in steps_of(parts)] == [r["grad_norm"] for r in steps_of(whole)]
     assert final_weights(parts) == final_weights(whole)
@@ -102,11 +102,14 @@ MOVES = [({"csbp": 1}, 1, {}, 3), ({}, 3, {"csbp": 1, "dp_replicate": 2}, 4),
 
 @pytest.mark.parametrize(("before", "first", "after", "second"), [
     pytest.param(*move, marks=[] if i == 0 else slow) for i, move in enumerate(MOVES)])
-def test_a_run_goes_on_on_another_topology(ranks: Any, corpus: Path, tmp_path: Path, one_rank: Path, first: int,
-                                           second: int, before: dict[str, Any], after: dict[str, Any]) -> None:
-    ranks(first, train_here, tiny_run(corpus, tmp_path, train={"steps": 4}, parallel=before))
-    ranks(second, train_here, tiny_run(corpus, tmp_path, resume="auto", parallel=after))
-    np.testing.assert_allclose(losses(tmp_path), losses(one_rank)[:10], rtol=1e-5)
+def test_a_run_goes_on_on_another_topology(ranks: Any, corpus: Path, tmp_path: Path, first: int, second: int,
+                                           before: dict[str, Any], after: dict[str, Any]) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    ranks(1, train_here, tiny_run(corpus, whole, train={"steps": 6}))
+    ranks(first, train_here, tiny_run(corpus, parts, train={"steps": 3}, parallel=before))
+    ranks(second, train_here, tiny_run(corpus, parts, train={"steps": 6}, resume="auto", parallel=after))
+    np.testing.assert_allclose(losses(parts), losses(whole), rtol=1e-5)
+    assert losses(whole)[-1] < losses(whole)[0]
 
 
 def stop_at_four(config: Any, rank: int) -> int:
@@ -160,9 +163,9 @@ def poison(config: Any, rank: int, first: int, last: int) -> int:
 
 
 def test_a_nan_on_one_rank_changes_no_weights_anywhere(ranks: Any, corpus: Path, tmp_path: Path) -> None:
-    assert ranks(2, poison, tiny_run(corpus, tmp_path, train={"steps": 6}), 1, 2, 3) == [0, 0]
+    assert ranks(2, poison, tiny_run(corpus, tmp_path, train={"steps": 4}), 1, 1, 2) == [0, 0]
     rows = steps_of(tmp_path)
-    assert [row["updated"] for row in rows] == [True, True, False, False, True, True]
+    assert [row["updated"] for row in rows] == [True, False, False, True]
     assert all(math.isfinite(row["loss"]) for row in rows if row["updated"])
 
 
@@ -240,7 +243,7 @@ def test_every_objective_learns_and_agrees_on_two_ranks(ranks: Any, corpus: Path
 
 
 def test_export_and_summary(ranks: Any, corpus: Path, tmp_path: Path) -> None:
-    config = tiny_run(corpus, tmp_path, train={"steps": 4, "eval_every": 2, "sample_every": 2},
+    config = tiny_run(corpus, tmp_path, train={"steps": 2, "eval_every": 1, "sample_every": 1},
                       checkpoint={"export": True}, observe={"plot": True})
     assert ranks(2, train_here, config) == [0, 0]
     summary = json.loads((tmp_path / "summary.json").read_text())
