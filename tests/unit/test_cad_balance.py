@@ -121,7 +121,7 @@ def check_bytes(plan: PackPlan, kind: LayerKind, moves: Moves, moved: MovedBytes
             assert np.array_equal(sent, base + counted)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10**9))
 def test_moves_of_any_pack(seed: int) -> None:
     check(seed)

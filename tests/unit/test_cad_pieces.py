@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from cad import packed
@@ -65,10 +67,9 @@ def check(seed: int, tile: int) -> None:
             edges = [low.min() - 3, low.min(), high.max(), high.max() + 3]
             if dense[0] < dense[1]:
                 edges += random.integers(dense[0], dense[1] + 1, 3).tolist()
-            for a in edges:
-                for b in edges:
-                    expected = np.maximum(np.minimum(high, b) - np.maximum(low, a), 0).sum() if b > a else 0
-                    assert found.pairs_within(np.array([at]), np.array([a]), np.array([b])) == expected
+            a, b = np.array(list(itertools.product(edges, edges))).T
+            expected = np.maximum(np.minimum(high[:, None], b) - np.maximum(low[:, None], a), 0).sum(0) * (b > a)
+            np.testing.assert_array_equal(found.pairs_within(np.full(len(a), at), a, b), expected)
             at += 1
     assert at == len(found)
     np.testing.assert_array_equal(own_work(plan, case.kind)[2], own_pairs)

@@ -57,7 +57,7 @@ def truth(geometry: Geometry, kind: LayerKind, rows: RankPlan) -> list[set[tuple
         noised[r] if r >= 0 else set() for r in rows.rows.noised]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(geometries(), st.integers(1, 7))
 def test_every_pair_once_and_only_what_is_missing_travels(geometry: Geometry, world: int) -> None:
     plans = [plan_rank(geometry, KINDS, world, rank) for rank in range(world)]

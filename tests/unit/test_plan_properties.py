@@ -103,7 +103,7 @@ def check(seed: int, scheme: str, exchange: str) -> None:
         check_kind(plan, plans, counts.kinds[kind.name], kind)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(*cases)
 def test_planner(seed: int, scheme: str, exchange: str) -> None:
     check(seed, scheme, exchange)
