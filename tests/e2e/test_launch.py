@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from csbp.cli import main
 from csbp.config.compose import compose_run
 from csbp.errors import ConfigError, UserError
 from csbp.launch import rank_commands, refuse_lone_process, started_ranks
-from csbp.supervise import RankCommand, supervise
+from csbp.supervise import Outcome, RankCommand, supervise
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
                       "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND")
@@ -120,18 +121,35 @@ time.sleep(600)"""
     until(lambda: not alive(int((tmp_path / "pid-child").read_text())))
 
 
-@pytest.mark.slow
-def test_of_several_failures_the_killed_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_POLL_SECONDS", 1.0)  # both are gone when the second look is taken
-    outcome = supervise([python("raise SystemExit(1)"), python("import os; os.kill(os.getpid(), 9)")])
+def ended_at_once(monkeypatch: pytest.MonkeyPatch, folder: Path, *ends: str) -> Outcome:
+    """Of ranks that are all there when the first look is taken, and all gone at the second."""
+    started, go = [], folder / "go"
+
+    def start(*args: Any, **options: Any) -> Any:
+        started.append(subprocess.Popen(*args, **options))
+        return started[-1]
+
+    def between(seconds: float) -> None:
+        go.touch()
+        for process in started:
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+    monkeypatch.setattr(module, "subprocess", SimpleNamespace(Popen=start, PIPE=subprocess.PIPE))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=between))
+    wait = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+    return supervise([python(wait + end) for end in ends])
+
+
+def test_of_several_failures_the_killed_rank_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    outcome = ended_at_once(monkeypatch, tmp_path, "raise SystemExit(1)", "os.kill(os.getpid(), 9)")
     assert outcome.first == 1 and "SIGKILL" in outcome.message
 
 
-def test_a_refused_configuration_keeps_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_POLL_SECONDS", 1.0)
-    refused = supervise([python("raise SystemExit(1)"), python("raise SystemExit(2)")])  # rank 0 only lost its peer
-    assert refused.first == 1 and refused.exit_code == 2
-    assert supervise([python("raise SystemExit(2)"), python("raise SystemExit(2)")]).exit_code == 2
+@pytest.mark.parametrize(("codes", "first"), [((1, 2), 1), ((2, 2), 0)])  # one that lost its peer ends with 1
+def test_a_refused_configuration_keeps_its_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                     codes: tuple[int, ...], first: int) -> None:
+    refused = ended_at_once(monkeypatch, tmp_path, *(f"raise SystemExit({code})" for code in codes))
+    assert (refused.codes, refused.first, refused.exit_code) == (codes, first, 2)
 
 
 def test_signal_handlers_are_given_back() -> None:
