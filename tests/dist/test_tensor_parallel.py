@@ -200,9 +200,10 @@ def whole(model, optimizer):
 
 @pytest.mark.parametrize("shape", ["odd", pytest.param("tied", marks=slow)])
 def test_checkpoints_of_pieces_of_pieces(ranks, tmp_path, shape):
-    written = ranks(4, save_split, str(tmp_path), 2, SHAPES[shape])[0]
-    read = ranks(2, load_split, str(tmp_path), 1, SHAPES[shape])[0]
-    model = csbp_model(**SHAPES[shape])
+    shaped = {**SHAPES[shape], "layers": 1}
+    written = ranks(4, save_split, str(tmp_path), 2, shaped)[0]
+    read = ranks(2, load_split, str(tmp_path), 1, shaped)[0]
+    model = csbp_model(**shaped)
     start = {name: value.clone() for name, value in model.named_parameters()}
     load_model(tmp_path / "checkpoints" / "step-00000001", model)
     assert read.keys() == written.keys() and len(read) == 3 * len(start)

@@ -31,7 +31,7 @@ EXACT = {"rtol": 0.0, "atol": 1e-12}
 WAYS = [("csbp", "exact"), ("csbp", "all_gather"), ("context", "exact"), ("context", "all_gather"),
         ("block", "exact")]
 PROOF = [pytest.param(seed, WAYS, id=f"{seed} every way", marks=pytest.mark.slow) for seed in range(500)]
-SAMPLE = [pytest.param(seed, [WAYS[0], WAYS[1 + seed % 4]], id=str(seed)) for seed in range(40)]
+SAMPLE = [pytest.param(seed, [WAYS[0 if seed % 2 else 1 + seed // 2 % 4]], id=str(seed)) for seed in range(40)]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from csbp.plan.work import home_times
 WINDOW = LayerKind("window", window=200)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10**9))
 def test_no_rank_gives_more_than_its_rows_could_save(seed: int) -> None:
     plan, kind, rates, options = draw(seed)
@@ -57,7 +57,7 @@ def test_moves_end_with_the_givers_that_make_it_worse() -> None:
     assert givers(1) == 2 < every and len(asked) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**9))
 def test_a_kind_moves_where_that_makes_the_step_shorter(seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -45,9 +45,12 @@ CALLS = {"return_dict": False, "output_attentions": True, "output_hidden_states"
          "id2label": {}, "model_type": "other"}
 
 
+def test_the_shape_itself_is_a_good_one() -> None:
+    build(None, SHAPE)
+
+
 @pytest.mark.parametrize(("name", "value"), [case for case in SIZES if case[0] != "text_config"] + OTHERS)
 def test_a_bad_field_is_refused_by_name(name: str, value: Any) -> None:
-    build(None, SHAPE)
     with pytest.raises(ConfigError) as caught:
         build(None, {**SHAPE, name: value})
     assert caught.value.field == f"model.shape.{name}" and caught.value.fix
