@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from csbp.errors import writing
+from csbp.observe.amounts import bytes_text
 from csbp.observe.metrics import finite
 
 FILE = "summary.json"
@@ -68,7 +69,7 @@ def result_lines(summary: Mapping[str, Any]) -> list[str]:
     compared = ", ".join(f"{name} {number(value)}" for name, value, _ in others)
     exported = summary.get("export_dir")
     return [f"held-out loss {number(after)} nats per supervised token ({compared})",
-            *([f"exported model: {exported}"] if exported is not None else [])]
+            *_cad_lines(summary), *([f"exported model: {exported}"] if exported is not None else [])]
 
 
 def print_report(summary: Mapping[str, Any], before: Mapping[str, str] | None = None,
@@ -101,11 +102,20 @@ def print_report(summary: Mapping[str, Any], before: Mapping[str, str] | None = 
     console.print(more)
     if after is not None:
         _print_block(console, before, after)
+    for line in _cad_lines(summary):
+        console.print(f"{line[0].upper()}{line[1:]}", highlight=False, soft_wrap=True)
     for key, text in (("export_dir", "Exported model"), ("seconds", "Seconds of training")):
         if summary.get(key) is not None:
             value = summary[key]
             console.print(f"{text}: {value:.0f}" if isinstance(value, float) else f"{text}: {value}", markup=False,
                           highlight=False, soft_wrap=True)
+
+
+def _cad_lines(summary: Mapping[str, Any]) -> list[str]:
+    """What disaggregation has moved; nothing for a run without it."""
+    added = summary.get("cad_bytes")
+    return [] if added is None else [
+        f"core attention disaggregation has added {bytes_text(added)} to what ranks sent, over all steps"]
 
 
 def _print_block(console: Console, before: Mapping[str, str] | None, after: Mapping[str, str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -77,9 +77,12 @@ class Cad:
         """Of the slowest rank: all layers of a step, without the head."""
         return self._priced(plan).step
 
-    def saved(self, plan: PackPlan) -> float:
-        """The part of ``step_seconds`` that a plan's moves save."""
-        return 1 - self.step_seconds(plan) / self.step_seconds(plan.home) if plan.served else 0.0
+    def saved(self, plans: Sequence[PackPlan]) -> tuple[float, float]:
+        """``step_seconds`` of plans together: what their moves save, 0 where nothing moves, and all without moves."""
+        home = [self.step_seconds(plan.home) for plan in plans]
+        saved = [time - self.step_seconds(plan) if plan.served else 0.0
+                 for plan, time in zip(plans, home, strict=True)]
+        return math.fsum(saved), math.fsum(home)
 
     def home_bytes(self, plan: PackPlan) -> np.ndarray:
         """Bytes that each rank would send in a training step if nothing of a plan moved, int64 [N]."""
@@ -131,6 +134,13 @@ class Cad:
             plan, part.kind, plan.pieces[part.kind.name], layer_rates(self.cost, part, self.forwards),
             self._sizes(part), replace(self.settings, min_gain=0.0), beside=beside if together else None,
             bytes_per_second=self.device.near_link if near else self.device.far_link, worse=worse)
+
+
+def saving_text(saved: float, total: float, where: str) -> str:
+    """What disaggregation is predicted to do in some packs, by ``Cad.saved``."""
+    if not saved:
+        return f"nothing moves in {where}; csbp plan can say why"
+    return f"by prediction, what moves saves {saved / total:.1%} of the time of the layers in {where}"
 
 
 def cad_of(config: RunConfig, shape: ModelShape, device: str) -> Cad | None:

@@ -95,4 +95,6 @@ def summarise(session: Session, progress: Progress, unigram: float) -> dict[str,
     values |= {"eval_loss_unigram": unigram, "eval_loss_random_start": recorded.random_start_loss if holds else None,
                "random_start_steps": recorded.random_start_steps if holds else None, "eval_loss_best": progress.best,
                "export_dir": None}
+    if config.cad.enabled:
+        values["cad_bytes"] = progress.cad_bytes
     return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}

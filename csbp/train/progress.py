@@ -29,6 +29,7 @@ class Progress:
         best, best_step: lowest held-out loss so far, and its step; -1 if there is none.
         sample_before: the shown held-out block as the untrained model filled it.
         seconds: training time of earlier sittings.
+        cad_bytes: the sum of ``StepResult.cad_bytes``.
     """
 
     cursor: Cursor
@@ -41,6 +42,7 @@ class Progress:
     best_step: int = -1
     sample_before: dict[str, Any] | None = None
     seconds: float = 0.0
+    cad_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""

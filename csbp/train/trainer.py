@@ -8,6 +8,7 @@ from typing import Any
 from csbp.data.batch import PackedBatch
 from csbp.data.stream import Cursor
 from csbp.errors import UserError, met_by_all
+from csbp.plan.cad import Cad, saving_text
 from csbp.train.evaluate import Evaluation, HeldOutBlock, evaluate, fill, pick_block, show
 from csbp.train.optimizer import learning_rate
 from csbp.train.progress import Progress, data_digests
@@ -84,9 +85,8 @@ class Trainer:
         session, progress = self.session, self.progress
         config, runner = session.config, session.runner
         works, cursor = self._works(progress.step, progress.cursor)
-        if not self._foretold and runner.cad and works[0].whole:
-            self.recorder.note(_foretell(runner.cad.saved(works[0].whole)))
-            self._foretold = True
+        if not self._foretold and runner.cad:
+            self._foretell(runner.cad, works)
         rate = learning_rate(progress.step, config.optim, config.train.steps)
         for group in session.optimizer.param_groups:
             group["lr"] = rate
@@ -94,6 +94,7 @@ class Trainer:
                             meanwhile=lambda: self._look_ahead(progress.step + 1, cursor))
         result = runner.update(result, session.optimizer, config.optim.clip_norm)
         progress.step, progress.cursor = progress.step + 1, cursor
+        progress.cad_bytes += result.cad_bytes
         progress.skipped = 0 if result.updated else progress.skipped + 1
         self.recorder.step(progress.step, result, rate, session.train_stream.epoch_progress(cursor))
         if progress.skipped >= config.train.nonfinite_limit:
@@ -102,6 +103,14 @@ class Trainer:
                                 f"finite {progress.skipped} times in a row. No weights were changed by these steps; "
                                 "resume from the last checkpoint with a lower optim.lr")
         return result
+
+    def _foretell(self, cad: Cad, works: list[Work]) -> None:
+        """Say what disaggregation is predicted to save of the step to come, over all replicas. Collective."""
+        saved, total = self.session.runtime.total(cad.saved([work.whole for work in works if work.whole]))
+        step = self.progress.step + 1
+        said = saving_text(saved, total, "the first step" if step == 1 else f"step {step}")
+        self.recorder.note(f"core attention disaggregation: {said}. Later steps differ: cad_bytes in metrics.jsonl")
+        self._foretold = True
 
     def _works(self, step: int, cursor: Cursor) -> tuple[list[Work], Cursor]:
         """What this rank does in a step whose packs begin at a cursor, and where the next step's begin."""
@@ -165,11 +174,3 @@ class Trainer:
             session.store.save(progress.step, session.model, session.optimizer,
                                {**progress.to_json(), "data": self._data},
                                best=progress.best_step == progress.step, prune=progress.skipped == 0)
-
-
-def _foretell(saved: float) -> str:
-    """What disaggregation is predicted to save of a step."""
-    if saved:
-        return ("core attention disaggregation: by prediction, what moves saves "
-                f"{saved:.1%} of the time of the first micro-batch's layers")
-    return "core attention disaggregation: nothing moves in the first micro-batch; csbp plan can say why"

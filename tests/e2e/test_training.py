@@ -81,7 +81,9 @@ def test_bytes_that_attention_moved_are_recorded(ranks: Any, corpus: Path, tmp_p
     assert [row["cad_bytes"] for row in moved] == [a["wire_bytes"] - b["wire_bytes"]
                                                    for a, b in zip(moved, home, strict=True)]
     assert any(row["cad_bytes"] for row in moved) and not any("cad_bytes" in row for row in home)
-    assert len(told[True]) == 1 and "of the time of the first micro-batch's layers" in told[True][0]
+    assert len(told[True]) == 1 and "of the time of the layers in the first step. Later steps differ" in told[True][0]
+    summaries = [json.loads((tmp_path / str(enabled) / "summary.json").read_text()) for enabled in (True, False)]
+    assert summaries[0]["cad_bytes"] == sum(row["cad_bytes"] for row in moved) and "cad_bytes" not in summaries[1]
     assert told[False] == []
 
 

@@ -204,6 +204,9 @@ def test_the_result_in_a_line_or_two():
         "held-out loss 5.2500 nats per supervised token (before training 6.5000, unigram model 5.0000)",
         "exported model: /runs/a [b]/export"]
     assert len(result_lines({**SUMMARY, "export_dir": None})) == 1
+    said = "ore attention disaggregation has added 1.5 MiB to what ranks sent, over all steps"
+    assert result_lines({**SUMMARY, "cad_bytes": 3 << 19})[1] == f"c{said}"
+    assert f"C{said}\n" in report({**SUMMARY, "cad_bytes": 3 << 19})
 
 
 def report(summary: dict, *samples: dict | None) -> str:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from runs import make_corpus, tiny_run
+from cad import dear_profile, packed
+from runs import SHAPE, make_corpus, tiny_run
 
 from csbp.config.schema import RunConfig, SourceConfig
 from csbp.data.stream import Cursor
 from csbp.data.tokenizer import load_tokenizer
 from csbp.errors import ConfigError
+from csbp.plan.cad import cad_of
+from csbp.plan.plan import PackPlan
+from csbp.plan.shapes import model_shape
 from csbp.train.progress import Progress, check_same_data
 from csbp.train.ready import open_data
+from csbp.train.trainer import Trainer
 
 AR = {"kind": "autoregressive", "clean_stream": "token_causal"}
 SHIFTED = {"clean_stream": "token_causal", "label_shift": True}
@@ -85,3 +91,24 @@ def test_progress_of_an_earlier_version_is_read_and_skips_are_counted_anew() -> 
         del state[name]
     old = Progress.from_json({**state, "is_best": False})
     assert old == replace(now, skipped=0, best_step=-1, evaluated=7)
+
+
+@pytest.mark.parametrize(("step", "lengths", "said"), [
+    (0, [[100, 100], [300, 200]], r"by prediction, what moves saves \d\d?\.\d% of .* in the first step\. Later"),
+    (6, [[100, 100]], r"nothing moves in step 7; csbp plan can say why\. Later steps differ: cad_bytes in metrics")])
+def test_what_moves_is_foretold_of_all_of_a_step(corpus: Path, tmp_path: Path, step: int, lengths: list[list[int]],
+                                                 said: str) -> None:
+    """Also where nothing moves in its first micro-batch."""
+    shape = model_shape(SHAPE, "block_causal")
+    cad = cad_of(tiny_run(corpus, tmp_path, cad={"enabled": True, "tolerance": 0.0, "profile": str(
+        dear_profile(tmp_path))}), shape, "cpu")
+    assert cad is not None
+    kinds = tuple(part.kind for part in shape.attention)
+    plans = [cad.moved(PackPlan(packed(pack, 100), kinds, 2)) for pack in lengths]
+    assert [bool(plan.served) for plan in plans] == [False, True][:len(plans)]
+    notes = list[str]()
+    fake: Any = SimpleNamespace(session=SimpleNamespace(runtime=SimpleNamespace(total=list)), _foretold=False,
+                                progress=Progress(Cursor(), step), recorder=SimpleNamespace(note=notes.append))
+    works: Any = [SimpleNamespace(whole=plan) for plan in plans]
+    Trainer._foretell(fake, cad, works)
+    assert len(notes) == 1 and re.search(said, notes[0]) and fake._foretold
