@@ -28,7 +28,7 @@ from csbp.plan.asked import expect_fields, expect_window, shaped
 from csbp.plan.cad import cad_of
 from csbp.plan.estimate import DEVICES, Settings
 from csbp.plan.forecast import Case, forecast, whole_pack
-from csbp.plan.lengths import planned_packs, stand_in
+from csbp.plan.lengths import planned, stand_in
 from csbp.plan.levelled import ALL, level, price_beside
 from csbp.plan.limits import MAX_AXIS, check_pool, check_ranks, check_size, check_split, check_windows
 from csbp.plan.shapes import model_shape
@@ -93,7 +93,8 @@ def plan_result(config: RunConfig) -> PlanResult:
     expect_window(config.model.shape, shape.kinds)
     check_split(parallel.tp, shape)
     check_windows(shape.kinds, objective)
-    packs, diffusion = planned_packs(config), objective.kind == "block_diffusion"
+    documents, diffusion = planned(config), objective.kind == "block_diffusion"
+    packs = documents.packs
     lengths = [length for pack in packs for length in pack]
     check_size(lengths, objective.block_size, shape)
     case = Case.of(config, shape, whole_pack(lengths, objective.block_size, noised=diffusion),
@@ -114,7 +115,7 @@ def plan_result(config: RunConfig) -> PlanResult:
     if cad is None:
         found = {kind: forecast(case, kind, axis, settings, device, exchange) for kind in kinds}
         return PlanResult(config.experiment, name, device, case, settings, parallel.kind, found,
-                          config.train.packs_per_step)
+                          config.train.packs_per_step, documents)
     levelled = level(case, parallel.kind, ranks, settings, device, exchange, cad)
     found = {parallel.kind: levelled.with_moves}
     for kind in kinds:
@@ -124,7 +125,7 @@ def plan_result(config: RunConfig) -> PlanResult:
             found[kind] = price_beside(one, kind, axis, settings, device, exchange, levelled)
     found = {kind: found[kind] for kind in kinds}
     return PlanResult(config.experiment, name, device, case, settings, parallel.kind, found,
-                      config.train.packs_per_step, levelled)
+                      config.train.packs_per_step, documents, levelled)
 
 
 def _config_fields(config: RunConfig) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from csbp.plan.cad import cad_of
 from csbp.plan.cluster import WAYS, Cluster, Outcome, simulate_step
 from csbp.plan.documents import DISTRIBUTIONS
 from csbp.plan.estimate import Device
-from csbp.plan.lengths import read_lengths
+from csbp.plan.lengths import distribution, longest, read_lengths
 from csbp.plan.limits import MAX_AXIS
 from csbp.plan_cli import plan_result
 
@@ -53,6 +53,7 @@ def run_simulate(words: Sequence[str], *, json_only: bool = False) -> int:
     """
     asked = compose_flat("simulate", SimulateConfig, [word for word in words if _key(word) in _OWN])
     check_bounds(asked)
+    asked = dataclasses.replace(asked, documents=distribution(asked.documents) or asked.documents)
     rest = [word for word in words if _key(word) not in _OWN]
     for key in (_key(word) for word in rest if "." not in _key(word)):
         if close := difflib.get_close_matches(key, _OWN, n=1, cutoff=0.7):
@@ -138,7 +139,7 @@ def cut(lengths: np.ndarray, data: DataConfig) -> np.ndarray:
     Raises:
         ConfigError: one is too long, and ``data.long_documents`` is "error".
     """
-    limit = min(data.document_tokens or data.seq_len, data.seq_len)
+    limit = longest(data)
     if data.long_documents == "error" and lengths.max() > limit:
         raise ConfigError("data.long_documents", "error", f"there are documents of {lengths.max():,} tokens, and "
                           f"{limit:,} are allowed; use split or truncate")

@@ -95,8 +95,9 @@ class DataConfig:
     shuffle: bool = option(True, "order the samples anew each epoch")
     pack_window: int = option(512, "samples looked at together when filling packs", low=1, high=MAX_ROWS)
     cache_dir: str = option("~/.cache/csbp", "where tokenized corpora are kept")
-    document_lengths: str = option("", "csbp plan and bench: file with the tokens of one document a line; @pretrain or "
-                                  "@prolong: drawn as such corpora have them; empty: one document")
+    document_lengths: str = option("", "csbp plan and bench: file with the tokens of one document a line; pretrain or "
+                                  "prolong, with an @ before it or not: drawn as such corpora have them; empty: one "
+                                  "document")
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ class SimulateConfig:
     """``csbp simulate``: steps of a cluster, predicted without one (docs/cad.md). Beside these it takes every setting
     of ``csbp train``."""
 
-    documents: str = option("pretrain", "how long documents are: pretrain or prolong, as such corpora have them; else "
-                            "a file with the tokens of one document a line, drawn from at random")
+    documents: str = option("pretrain", "how long documents are: pretrain or prolong, with an @ before it or not, as "
+                            "such corpora have them; else a file with the tokens of one document a line, drawn from at random")
     steps: int = option(3, "steps, with documents of their own each", low=1, high=1000)
     near_link: float | None = option(None, "GB/s into a rank from its own node; null: as measured on plan.device",
                                      low=0.001, high=1e6)

@@ -16,6 +16,7 @@ from csbp.observe.cad_report import cad_columns, cad_json, cad_table, cad_title,
 from csbp.observe.plan_result import PlanResult
 from csbp.plan.counts import count_plan
 from csbp.plan.forecast import contiguous, layer_pairs, max_over_mean_pairs
+from csbp.plan.lengths import distribution
 from csbp.plan.remedies import fullest, remedies
 
 _WIDTH = 200  # of tables: their cells never wrap, whatever the terminal; its lines may
@@ -32,6 +33,7 @@ def as_json(result: PlanResult) -> dict[str, Any]:
         "csbp": chosen.ranks, "tp": result.settings.tp, "replicas": chosen.replicas, "device": result.device_name,
         "tokens": geometry.num_clean, "noised_rows": geometry.num_noised,
         "documents": len(geometry.document_starts) - 1, "blocks": geometry.num_blocks,
+        "documents_used": result.documents.used or None, "documents_given": result.documents.given or None,
         "packs_planned": result.packs, "packs_per_step": result.packs_per_step,
         "parameters": shape.parameters, "active_parameters": shape.active_parameters,
         "max_over_mean_pairs": max_over_mean_pairs(shape, counts),
@@ -84,7 +86,10 @@ def show(result: PlanResult, console: Console | None = None) -> None:
     split = result.settings.tp > 1
     mesh = f"dp={chosen.replicas} x csbp={chosen.ranks}" + (f" x tp={result.settings.tp}" if split else "")
     out.print(f"  parallel.kind={result.kind}: {mesh}, {counted(result.packs_per_step, 'pack')} a step, "
-              f"checkpointing {result.settings.checkpointing}{', offloaded' * result.settings.offload}\n")
+              f"checkpointing {result.settings.checkpointing}{', offloaded' * result.settings.offload}")
+    for line in _documents(result):
+        out.print("  " + line, markup=False)
+    out.print()
     out.print(_rank_table(result))
     out.print("\n  memory of the fullest rank: " + ", ".join(
         f"{name} {bytes_text(value)}" for name, value in fullest(chosen.memory).items()))
@@ -102,6 +107,27 @@ def show(result: PlanResult, console: Console | None = None) -> None:
     out.print()
     for line in verdict(result):
         out.print("  " + line)
+
+
+def _documents(result: PlanResult) -> list[str]:
+    """Which documents of ``data.document_lengths`` are planned, and for whom."""
+    found, replicas = result.documents, result.chosen.replicas
+    if not found.given:
+        return []
+    if found.used > found.given:
+        which = f"the {counted(found.given, 'document')} of {found.source}, read {-(-found.used // found.given)} times"
+    else:
+        some = "all" if found.used == found.given else f"the first {found.used:,} of"
+        which = f"{some} {counted(found.given, 'document')} of {found.source}"
+    order = "as they were drawn" if distribution(found.source) else "in the file's order"
+    short = result.case.geometry.num_clean
+    lines = [f"{which}, {order}; training shuffles: csbp simulate draws many steps"
+             + (f"; they fill {short:,} of {found.room:,} tokens" if short < found.room else "")]
+    if replicas > 1 and result.chosen.together == 1:
+        lines.append(f"one pack is planned, and taken for that of each of the {replicas} replicas"
+                     + ("; with cad.enabled=true cad.pool=dp the packs of all are: compare the seconds of that report, "
+                        "with and without cad, not those of this one" if result.kind in ("csbp", "data") else ""))
+    return lines
 
 
 def verdict(result: PlanResult) -> list[str]:

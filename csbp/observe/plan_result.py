@@ -10,6 +10,7 @@ from csbp.observe.accounting import exact_bytes, formula_bytes, model_flops, uti
 from csbp.plan.counts import attended_pairs
 from csbp.plan.estimate import Device, Settings
 from csbp.plan.forecast import Case, Forecast
+from csbp.plan.lengths import Filled
 from csbp.plan.levelled import Levelled
 from csbp.plan.shapes import ModelShape
 from csbp.plan.split import split_bytes, split_shape
@@ -27,6 +28,7 @@ class PlanResult:
         kind: the run's ``parallel.kind``.
         found: kind -> forecast; holds ``kind``.
         packs_per_step: of the run.
+        documents: what is planned, and where it is from.
         levelled: the run with and without disaggregation; None where it asks for none.
     """
 
@@ -38,6 +40,7 @@ class PlanResult:
     kind: str
     found: dict[str, Forecast]
     packs_per_step: int
+    documents: Filled
     levelled: Levelled | None = None
 
     @property

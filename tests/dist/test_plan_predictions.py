@@ -33,7 +33,7 @@ from csbp.parallel.apply import parallelize
 from csbp.parallel.runtime import start_runtime
 from csbp.plan.estimate import DEVICES, Settings, predict_memory
 from csbp.plan.forecast import Case, forecast, whole_pack
-from csbp.plan.lengths import planned_packs
+from csbp.plan.lengths import planned
 from csbp.plan.shapes import ModelShape, model_shape
 from csbp.plan_cli import plan_result
 from csbp.train.optimizer import build_optimizer
@@ -120,7 +120,7 @@ def moving_step(config: RunConfig) -> tuple[StepResult, StepResult, dict[str, in
     adapter = get_adapter("qwen3")
     torch.manual_seed(0)
     _, runner = make_ready(config, runtime, adapter, adapter.build(None, SIZES, torch.float32))
-    packs = [make_pack(pack, first_id=10 * n) for n, pack in enumerate(planned_packs(config)) if pack]
+    packs = [make_pack(pack, first_id=10 * n) for n, pack in enumerate(planned(config).packs) if pack]
     result = runner.run(runner.prepare(packs, noising(BLOCK), step=0), train=True)
     sent = dict(runtime.transport.sent_bytes)
     return result, runner.run(runner.prepare(packs, noising(BLOCK), step=0), train=False), sent

@@ -15,7 +15,7 @@ from csbp.observe.picture import draw_plan, stripes
 from csbp.plan.cad import cad_of
 from csbp.plan.counts import count_plan
 from csbp.plan.forecast import plan_case
-from csbp.plan.lengths import planned_packs
+from csbp.plan.lengths import planned as filled
 from csbp.plan.pool import pack_of, pool_owners, share_documents
 from csbp.plan.priced import attention_passes
 from csbp.plan_cli import plan_result
@@ -35,7 +35,7 @@ def words(tmp_path: Path) -> list[str]:
 
 def test_packs_are_filled_one_after_another(words: list[str]) -> None:
     def packs(*more: str) -> list[list[int]]:
-        return planned_packs(compose_run([*words, *more]))
+        return filled(compose_run([*words, *more])).packs
 
     assert packs() == [[6144, 2048], [1024] * 8]
     three = packs("parallel.nproc=6")

@@ -222,10 +222,11 @@ def test_documents_fill_the_pack_as_training_would_cut_them(tmp_path: Path) -> N
     drawn = lengths("data.seq_len=100000", "data.document_tokens=100000", "data.document_lengths=@prolong")
     assert sum(drawn) == 100000 and len(set(drawn)) > 5
     assert drawn == lengths("data.seq_len=100000", "data.document_tokens=100000", "data.document_lengths=@prolong")
+    assert drawn == lengths("data.seq_len=100000", "data.document_tokens=100000", "data.document_lengths=prolong")
     with pytest.raises(ConfigError, match="did you mean @prolong"):
         lengths("data.document_lengths=@prolog")
     with pytest.raises(ConfigError, match=r"data.document_lengths=.*a document of 700 tokens, and data.long_documents"):
-        lengths("data.seq_len=2000", "data.document_tokens=400", "data.long_documents=error")
+        lengths("data.seq_len=100", "data.document_tokens=100", "data.long_documents=error")  # not of the first pack
     assert lengths("data.seq_len=2000", "data.document_tokens=256", "data.long_documents=truncate") == [256, 50, 256,
                                                                                                       20]
 

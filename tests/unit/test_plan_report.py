@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from test_plan_cli import PLANNED, answer, planned
 
@@ -31,6 +33,27 @@ def test_the_report_says_what_a_step_and_the_mesh_are(capsys: pytest.CaptureFixt
     found = planned(capsys, *words)
     assert found["packs_per_step"] == 6
     assert found["predicted_step_seconds"] == pytest.approx(3 * found["predicted_pack_seconds"])
+
+
+def test_which_documents_are_planned_and_for_whom(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "[lengths]"
+    file.write_text("5000\n3000\n4000\n")
+    words = ["experiment=nemotron_3b_sft", "data.seq_len=8192", "parallel.nproc=2", "parallel.csbp=2",
+             f"data.document_lengths={file}"]
+    pool = ["parallel.nproc=6", "cad.enabled=true", "cad.pool=dp"]
+    for more, used, said in (
+            ([], 3, f"all 3 documents of {file}, in the file's order; training shuffles: csbp simulate draws"),
+            (["data.seq_len=4096"], 1, "the first 1 of 3 documents"),
+            (["data.seq_len=32768"], 3, "draws many steps; they fill 12,000 of 32,768 tokens"),
+            (pool, 9, f"the 3 documents of {file}, read 3 times, in the file's order"),
+            (["data.document_lengths=pretrain", "data.seq_len=1024"], 1, "of 65,536 documents of pretrain, as they")):
+        found, out = planned(capsys, *words, *more), answer(capsys, *words, *more)[1]
+        assert said in out and found["documents_used"] == used and "one pack is planned" not in out
+        assert found["documents_given"] == (65536 if "pretrain" in said else 3)
+    out = answer(capsys, *words, "parallel.nproc=6")[1]
+    assert "one pack is planned, and taken for that of each of the 3 replicas; with cad.enabled=true cad.pool=dp" in out
+    found, out = planned(capsys, *words[:-1]), answer(capsys, *words[:-1])[1]
+    assert found["documents_used"] is None is found["documents_given"] and "training shuffles" not in out
 
 
 def test_a_short_step_has_digits_and_wide_cells_do_not_wrap(capsys: pytest.CaptureFixture[str]) -> None:

@@ -187,6 +187,7 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert 0.7 * 4 * 4096 < found["tokens_per_step"] <= 4 * 4096
     assert answer(capsys, *SMALL, "steps=2", "--json")[1] == out
     assert json.loads(answer(capsys, *SMALL, "steps=2", "seed=1", "--json")[1])["ways"] != found["ways"]
+    assert answer(capsys, *SMALL, "steps=2", "documents=@pretrain", "--json")[1] == out
     file = tmp_path / "lengths"
     file.write_text("4096\n")
     code, out, err = answer(capsys, *SMALL, f"documents={file}", "steps=1", "near_link=100", "far_link=10", "node=2",
