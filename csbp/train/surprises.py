@@ -7,6 +7,7 @@ from typing import Any
 from csbp.checkpoint.huggingface import DIFFUSION_KEYS
 from csbp.config.cad import unheeded
 from csbp.config.schema import RunConfig
+from csbp.errors import written
 
 # What the rows of such a model have learnt to mean, so that with another value training starts over in part.
 _MEANING = {"label_shift": "which row predicts a token", "clean_stream": "what clean rows see",
@@ -22,6 +23,9 @@ def surprises(config: RunConfig, model_config: Any, mask: int) -> list[str]:
         mask: id of [MASK] in this run.
     """
     found = unheeded(config)
+    if config.data.document_lengths:
+        found.append(f"data.document_lengths={written(config.data.document_lengths)}: training reads the documents "
+                     "themselves, and only csbp plan and csbp bench step heed that; leave it out")
     limit, longest = getattr(model_config, "max_position_embeddings", None), config.data.seq_len
     if config.data.document_tokens is not None:
         longest = config.data.document_tokens
