@@ -23,10 +23,11 @@ from csbp.data.batch import PackedBatch
 from csbp.data.packs import PackStream
 from csbp.data.tokenizer import next_free_id
 from csbp.errors import ConfigError
-from csbp.memory import count_parameters, expected_memory, free_memory, refuse_without_room
+from csbp.memory import FirstStep, count_parameters, free_memory, plan_first_step, refuse_without_room
 from csbp.memory import size_text as _size
 from csbp.output import called_as
 from csbp.parallel.runtime import choose_device, mesh_sizes
+from csbp.plan.cad import Cad, saving_text
 from csbp.plan.remedies import fullest
 from csbp.rundir import check_run_dir
 from csbp.train.ready import ReadyModel, check_kernels, check_model, open_data
@@ -176,8 +177,11 @@ def _check_memory(config: RunConfig, ready: ReadyModel, stream: PackStream, devi
                   out: Console) -> None:
     parallel, adapter, model = config.parallel, ready.adapter, ready.model
     has = count_parameters(model, adapter.units(model), parallel.tp, adapter.tp_plan(model))
-    need = expected_memory(config, ready.shape, has, stream, "cpu" if device is not None and device.type == "cpu" else
-                           "h200")
+    first = plan_first_step(config, ready.shape, has, stream, "cpu" if device is not None and device.type == "cpu" else
+                            "h200")
+    need, moves = first.memory, any(plan.served for plan in first.plans)
+    if first.cad is not None:
+        _show_moves(config, first, first.cad, out)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", parallel.nproc))
     there, host = None, free_memory(torch.device("cpu"))
     if device is not None:
@@ -187,7 +191,8 @@ def _check_memory(config: RunConfig, ready: ReadyModel, stream: PackStream, devi
     table.add_column()
     table.add_column(justify="right")
     total = float(need.total.max())
-    for name, size in {**fullest(need), "at once": total}.items():
+    received = "received keys and moved queries" if moves else "received keys"
+    for name, size in {**fullest(need, received), "at once": total}.items():
         table.add_row(f"  {name}", _size(size))
     table.add_row("  free", "not known here" if there is None else _size(there))
     out.print(table)
@@ -201,6 +206,16 @@ def _check_memory(config: RunConfig, ready: ReadyModel, stream: PackStream, devi
     if loading * here > host:
         _warn(out, f"every rank first builds the whole model: {_size(loading * here)} of host memory for {here} "
                    f"ranks, {_size(host)} are free")
+
+
+def _show_moves(config: RunConfig, first: FirstStep, cad: Cad, out: Console) -> None:
+    """Whether attention moves in the first packs, and what that is predicted to save."""
+    asked, moving = config.train.packs_per_step, sum(bool(plan.served) for plan in first.plans)
+    where = f"the first {first.packs} of the first step's {asked} packs" if first.packs < asked else "the first step"
+    kind = "micro-batches" if pooled(config) else "packs"
+    parts = f", in {moving} of {len(first.plans)} {kind}" if moving and len(first.plans) > 1 else ""
+    out.print(_heading("Core attention disaggregation"))
+    out.print(f"  {saving_text(*cad.saved(first.plans), where)}{parts}")
 
 
 def _heading(title: str) -> Text:

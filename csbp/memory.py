@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,19 +23,37 @@ from csbp.diffusion.build import build_layout
 from csbp.errors import ConfigError
 from csbp.parallel.runtime import choose_device
 from csbp.parallel.tensor import part_of
-from csbp.plan.cad import cad_of
+from csbp.plan.cad import Cad, cad_of
 from csbp.plan.counts import count_plan
 from csbp.plan.estimate import Memory, Parameters, Settings, predict_memory
 from csbp.plan.forecast import Case, plan_case
+from csbp.plan.plan import PackPlan
 from csbp.plan.shapes import ModelShape
 
 _PACKS = 8  # of the first step that are planned, where each is planned alone
 
 
-def expected_memory(config: RunConfig, shape: ModelShape, parameters: Parameters | None, stream: PackStream,
-                    device: str) -> Memory:
-    """Of the ranks in the first step, planned as training plans it: of the pack that takes most, of at most eight, or
-    of those of all replicas where they are planned as one.
+@dataclass(frozen=True)
+class FirstStep:
+    """The first packs of a run, planned as training plans them: each alone, at most eight, or at least those of one
+    micro-batch of all replicas where they are planned as one.
+
+    Attributes:
+        packs: how many they are.
+        memory: of the ranks, with the packs that take most.
+        plans: with what moves.
+        cad: what may move; None: nothing.
+    """
+
+    packs: int
+    memory: Memory
+    plans: list[PackPlan]
+    cad: Cad | None
+
+
+def plan_first_step(config: RunConfig, shape: ModelShape, parameters: Parameters | None, stream: PackStream,
+                    device: str) -> FirstStep:
+    """Plan the first packs of a run.
 
     Args:
         shape: of the whole model.
@@ -43,19 +62,21 @@ def expected_memory(config: RunConfig, shape: ModelShape, parameters: Parameters
         device: name in ``plan.estimate.DEVICES`` of what ranks compute on.
     """
     (replicas, ranks, _), together, parallel = axis_sizes(config.parallel), pooled(config), config.parallel
-    packs, _ = stream.take(stream.first(), min(config.train.packs_per_step, replicas if together else _PACKS))
-    groups: list[list[PackedBatch]] = [[pack] for pack in packs]
-    if together:
-        groups = [packs + [empty_batch()] * (replicas - len(packs))]
-    cad, settings, found = cad_of(config, shape, device), Settings.of(config, device), []
+    size = replicas if together else 1
+    packs, _ = stream.take(stream.first(), min(config.train.packs_per_step, max(_PACKS // size, 1) * size))
+    groups: list[list[PackedBatch]] = [packs[start:start + size] for start in range(0, len(packs), size)]
+    groups[-1] = groups[-1] + [empty_batch()] * (size - len(groups[-1]))
+    cad, settings = cad_of(config, shape, device), Settings.of(config, device)
+    found, plans = list[Memory](), list[PackPlan]()
     for group in groups:
         geometry = build_layout(join(group), config.objective, config.noise, mask_token_id=0, seed=config.seed,
                                 step=0).geometry
         case = Case.of(config, shape, geometry, tuple(len(pack.sample_ids) for pack in group) if together else ())
         plan = plan_case(case, parallel.kind, ranks, parallel.exchange)
-        counts = count_plan(cad.moved(plan) if cad else plan)
+        plans.append(cad.moved(plan) if cad else plan)
+        counts = count_plan(plans[-1])
         found.append(predict_memory(shape, counts, case.loss_rows(counts), settings, parameters))
-    return max(found, key=lambda memory: float(memory.total.max()))
+    return FirstStep(len(packs), max(found, key=lambda memory: float(memory.total.max())), plans, cad)
 
 
 def count_parameters(model: nn.Module, units: Sequence[nn.Module], tp: int = 1,

@@ -28,13 +28,17 @@ class Remedy:
     fits: bool
 
 
-def fullest(memory: Memory) -> dict[str, float]:
-    """What lies on the fullest rank -> bytes. The loss is never there together with received keys and scores."""
+def fullest(memory: Memory, received: str = "received keys") -> dict[str, float]:
+    """What lies on the fullest rank -> bytes. The loss is never there together with received keys and scores.
+
+    Args:
+        received: what ``Memory.keys`` are called.
+    """
     rank = int(memory.total.argmax())
     scores = float(memory.workspace[rank])
     return {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer,
             "gathered layers": memory.gathered, "activations": float(memory.activations[rank]),
-            "received keys": float(memory.keys[rank]), **({"attention scores": scores} if scores else {}),
+            received: float(memory.keys[rank]), **({"attention scores": scores} if scores else {}),
             "loss": float(memory.logits[rank])}
 
 

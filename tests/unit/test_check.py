@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cad import dear_profile
 from data_kit import qwen_like
 from rich.console import Console
 
@@ -78,7 +79,26 @@ def test_replicas_without_a_pack(config: RunConfig) -> None:
     assert "is no multiple of 2 replicas; some have only attention of others" in shown(pooled)
     unheeded = dataclasses.replace(config, cad=CadConfig(pool="dp"))
     assert "warning: cad.pool='dp': nothing heeds that with cad.enabled=false" in shown(unheeded)
-    assert "heeds" not in shown(dataclasses.replace(config, cad=CadConfig(overlap="none")))
+    assert "heed" not in shown(dataclasses.replace(config, cad=CadConfig(overlap="none")))
+    assert "warning: data.document_lengths='/none': training reads the documents themselves" in shown(
+        change(config, "data", document_lengths="/none"))
+
+
+def test_what_would_move_is_said(config: RunConfig, tmp_path: Path) -> None:
+    """And only where something moves, received rows are not keys alone."""
+    config = change(config, "objective", block_size=64)
+    named = {"enabled": True, "tolerance": 0.0, "profile": str(dear_profile(tmp_path))}
+    text = shown(dataclasses.replace(config, cad=CadConfig(**named)))
+    said = re.search(r"by prediction, what moves saves (.*)% of the time of the layers in the first step\n", text)
+    assert said and 0 < float(said[1]) < 50 and "received keys and moved queries" in text
+    still = shown(change(dataclasses.replace(config, cad=CadConfig(**named, max_send_mib=0)), "train",
+                         packs_per_step=9))
+    assert "nothing moves in the first 8 of the first step's 9 packs; csbp plan can say why\n" in still
+    assert "received keys  " in still and "moved queries" not in still
+    assert "disaggregation" not in shown(config)
+    pool = shown(change(change(dataclasses.replace(config, cad=CadConfig(**named, pool="dp")), "parallel", csbp=1),
+                        "train", packs_per_step=7))
+    assert re.search(r"what moves saves .* in the first step, in \d of 4 micro-batches\n", pool)
 
 
 def test_a_pool_that_no_plan_can_have(config: RunConfig) -> None:

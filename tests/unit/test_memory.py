@@ -22,7 +22,7 @@ from csbp.config.schema import NoiseConfig, ObjectiveConfig, RunConfig
 from csbp.data.batch import PackedBatch
 from csbp.diffusion.build import build_layout
 from csbp.errors import ConfigError
-from csbp.memory import count_parameters, expected_memory
+from csbp.memory import count_parameters, plan_first_step
 from csbp.models.registry import get_adapter
 from csbp.plan.counts import count_plan
 from csbp.plan.estimate import Settings, predict_memory
@@ -187,7 +187,8 @@ def test_check_and_plan_have_one_estimate(config: RunConfig, tmp_path: Path, par
         **{f"parallel.{name}": value for name, value in parallel.items()}})
     # Packs are looked at one by one, unless they are planned together: the first is the one that csbp plan plans.
     stream: Any = Packs(lengths if pool == "dp" else lengths[:1])
-    said, plan = expected_memory(there, model_shape(SHAPE, "block_causal"), None, stream, "cpu"), plan_result(there)
+    said = plan_first_step(there, model_shape(SHAPE, "block_causal"), None, stream, "cpu").memory
+    plan = plan_result(there)
     for name, value in vars(plan.chosen.memory).items():
         np.testing.assert_array_equal(getattr(said, name), value, err_msg=name)
     assert said.keys.any() and (said.activations > 0).all()
@@ -201,6 +202,6 @@ def test_the_pack_that_takes_most_counts(config: RunConfig) -> None:
 
     def total(*lengths: Sequence[int]) -> float:
         stream: Any = Packs(lengths)
-        return float(expected_memory(there, shape, None, stream, "cpu").total.max())
+        return float(plan_first_step(there, shape, None, stream, "cpu").memory.total.max())
 
     assert total([30], [60, 30], [20]) == total([60, 30]) > total([30])
