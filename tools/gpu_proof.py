@@ -31,6 +31,7 @@ from csbp.plan.forecast import whole_pack
 from csbp.plan.geometry import Geometry, LayerKind
 from csbp.plan.pieces import find_pieces
 from csbp.plan.plan import PackPlan
+from csbp.plan.stages import Stages
 from csbp.plan.tasks import Moves
 
 BOUND, TWO_RANKS = 3e-3, 1.5
@@ -77,7 +78,7 @@ def on_ranks(world: int, plan: PackPlan, kind: LayerKind, backend: str, inputs: 
              scale: float, stages: int = 1) -> list[Tensor]:
     """out, dq, dk, dv [R, heads, D] of the whole pack, put together from simulated ranks."""
     transports = LoopbackWorld(world)
-    bound = [BoundPlan(plan.rank_plan(rank), transports.transport(rank), "cuda", backend, stages=stages)
+    bound = [BoundPlan(plan.rank_plan(rank), transports.transport(rank), "cuda", backend, stages=Stages(stages))
              for rank in range(world)]
     rows = []
     for one in bound:

@@ -19,7 +19,7 @@ from csbp.comm.transport import Outgoing
 from csbp.comm.upload import upload
 from csbp.plan.plan import KindPlan
 from csbp.plan.ranges import RowRanges
-from csbp.plan.stages import in_stages
+from csbp.plan.stages import Stages, in_stages
 from csbp.plan.travel import Exchange
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
@@ -67,7 +67,7 @@ class BoundKind:
         here: mask into [own clean rows | own noised rows].
         parts: the local backward: its last part runs while gradients travel home, those before it (one, or none) while
             keys and queries come.
-        stages: what travels, share by share; empty where no rank sends anything.
+        stages: what travels, share by share; empty where nothing does in any pack.
         backend: the kernel.
         num_clean: Sc.
         wire: dtype in which gradients travel home; None: that of the keys.
@@ -142,11 +142,11 @@ def _mask(ranges: RowRanges, device: torch.device | str, rows: slice = slice(Non
 
 
 def bind_kind(kind: KindPlan, num_clean: int, device: torch.device | str, backend: str, wire: torch.dtype | None,
-              memory: Buffers, *, stages: int, overlap: bool) -> BoundKind:
+              memory: Buffers, *, stages: Stages | None, overlap: bool) -> BoundKind:
     """A layer kind of the plan of a rank with ``num_clean`` clean rows.
 
     Args:
-        stages: shares in which rows travel, of a kind where no query rows do; 0: nothing travels.
+        stages: in how many shares rows travel, of a kind where no query rows do; None: nothing travels.
         overlap: see ``BoundPlan``.
     """
     exchange, guests, here = kind.exchange, kind.guests, _mask(kind.here, device)
@@ -158,7 +158,9 @@ def bind_kind(kind: KindPlan, num_clean: int, device: torch.device | str, backen
         # Clean rows see no noised key.
         parts = (Part(early, _mask(kind.here, device, early), num_clean if first <= clean else None),
                  Part(late, _mask(kind.here, device, late), None))
-    shares = in_stages(exchange, kind.arrived, 1 if guests is not None else stages) if stages else []
+    shares: list[tuple[Exchange, RowRanges]] = []
+    if stages is not None:
+        shares = in_stages(exchange, kind.arrived, 1 if guests is not None else stages.of(kind.most_received))
     return BoundKind(
         here=here, parts=parts, stages=tuple(Stage.bind(*share, device) for share in shares),
         backend=get_backend(backend), num_clean=num_clean, wire=wire, memory=memory,

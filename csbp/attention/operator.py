@@ -23,6 +23,7 @@ from csbp.attention.reference import compute_dtype
 from csbp.comm.buffers import Buffers
 from csbp.comm.transport import Transport
 from csbp.plan.plan import RankPlan
+from csbp.plan.stages import AT_ONCE, Stages
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +50,7 @@ class BoundPlan:
         native: where nothing travels, use a kernel's own autograd if it has one. Selective checkpointing does not see
             it as attention, and a compiler cannot trace how it is given its mask.
         transport: how rows travel, while attention runs unless ``overlap`` is False (to measure what that hides), in
-            ``stages`` shares of which the first is attended while the others come.
+            shares, as ``stages`` has it, of which the first is attended while the others come.
         kinds: layer kind name -> masks and exchange.
         num_clean, num_noised: own rows of the two streams (a dummy row counts as noised).
         numbers_layers: whether ``attend`` must be told the layer's number.
@@ -59,7 +60,7 @@ class BoundPlan:
 
     def __init__(self, rank_plan: RankPlan, transport: Transport, device: torch.device | str = "cpu",
                  backend: str = "auto", wire: torch.dtype | None = None, native: bool = False,
-                 overlap: bool = True, stages: int = 1) -> None:
+                 overlap: bool = True, stages: Stages = AT_ONCE) -> None:
         assert (rank_plan.rank, rank_plan.world) == (transport.rank, transport.world)
         self.rank_plan, self.transport, self.native = rank_plan, transport, native
         self.num_clean, self.num_noised = len(rank_plan.rows.clean), len(rank_plan.rows.noised)
@@ -67,7 +68,7 @@ class BoundPlan:
         plain = Buffers(reuse=False)
         self.kinds = {name: bind_kind(kind, self.num_clean, device, backend, wire,
                                       plain if kind.guests is None else transport.buffers,
-                                      stages=stages * travels, overlap=overlap)
+                                      stages=stages if travels else None, overlap=overlap)
                       for name, kind in rank_plan.kinds.items()}
         self._calls = {name: _Call(kind, transport, overlap) for name, kind in self.kinds.items()}
         self._handles = {name: next(_HANDLES) for name in self.kinds}

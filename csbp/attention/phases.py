@@ -40,7 +40,9 @@ def forward_phases(query: Tensor, key: Tensor, value: Tensor, kind: BoundKind, s
         yield kind.ship(stage, key, value)
     if guests is not None:
         yield guests.lend(query, memory)
-    parts = [backend.forward(query, key, value, kind.here, scale)]
+    whole = backend.forward(query, key, value, kind.here, scale)
+    if len(kind.stages) > 1:  # joined with one part after another: what is rounded each time is rounded little
+        whole = whole[0].to(compute_dtype(query.dtype)), whole[1]
     for stage in kind.stages:
         far, seen = kind.unpack(stage, (yield None), key, value)
         if guests is not None:
@@ -48,8 +50,8 @@ def forward_phases(query: Tensor, key: Tensor, value: Tensor, kind: BoundKind, s
             assert asked is not None
             yield guests.attend(asked, seen, backend, scale, memory)
         if stage.sees_far:
-            parts.append(backend.forward(query, *far, stage.arrived, scale))
-    whole = merge(parts)
+            whole = merge([whole, backend.forward(query, *far, stage.arrived, scale)])
+    whole = whole[0].to(query.dtype), whole[1]
     if guests is not None:
         returned = yield None
         assert returned is not None

@@ -69,7 +69,7 @@ def measure_backend(runtime: Runtime, job: Job, name: str, tell: Callable[[str],
     """
     case = job.case
     transport: Transport = runtime.transport if job.ranks > 1 else LocalTransport()
-    plan = BoundPlan(job.plan, transport, runtime.device, name)
+    plan = BoundPlan(job.plan, transport, runtime.device, name, stages=runtime.stages)
     launch = launcher(plan, job, name)
     found = errors(runtime, case, job.geometry, job.kind, job.held, launch)
     row: dict[str, Any] = {f"error_{part}": error for part, error in found.items()}
@@ -90,7 +90,8 @@ def measure_backend(runtime: Runtime, job: Job, name: str, tell: Callable[[str],
     row |= {"bytes_received": int(everyone.max()), "bytes_received_mean": float(everyone.mean()),
             "gib_received": float(everyone.max()) / GIB}
     if plan.kinds[job.kind.name].stages:
-        still = BoundPlan(job.plan, ResidentTransport(transport.rank, transport.world), runtime.device, name)
+        still = BoundPlan(job.plan, ResidentTransport(transport.rank, transport.world), runtime.device, name,
+                          stages=runtime.stages)
         tell("timing without the exchange")
         alone, _ = _time(runtime, job, launcher(still, job, name))
         exposed = both.median - spread(alone.sum(1)).median

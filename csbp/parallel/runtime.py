@@ -25,7 +25,8 @@ from csbp.config.mesh import axis_sizes, check_mesh
 from csbp.config.schema import ParallelConfig
 from csbp.errors import ConfigError, met_by_all
 from csbp.parallel.rendezvous import expect_alike, open_store, prepare_in_turn
-from csbp.plan.stages import default_stages
+from csbp.plan.estimate import DEVICES
+from csbp.plan.stages import Stages
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Runtime:
         run_dir: the run folder, the same on every rank.
         tp_mesh: the tp axis, whose ranks hold the same rows; None where it has one rank.
         pooled: the packs of all replicas are planned as one; ``transport`` then moves rows among all their ranks.
-        stages: shares in which keys travel where no query rows do.
+        stages: in how many shares keys travel where no query rows do.
     """
 
     rank: int
@@ -61,7 +62,7 @@ class Runtime:
     tp: int = 1
     tp_mesh: DeviceMesh | None = None
     pooled: bool = False
-    stages: int = 1
+    stages: Stages = Stages()
 
     @property
     def dp_rank(self) -> int:
@@ -138,10 +139,11 @@ class Runtime:
         return self.total([float(value != self.broadcast(value))]) == [0.0]
 
     def node(self) -> int:
-        """Ranks of the smallest host, as each was told how many it has. Collective."""
-        here = torch.tensor(int(os.environ.get("LOCAL_WORLD_SIZE") or self.world), device=self.device)
+        """Ranks of the smallest host, as each was told how many it has; of a usual one, where one was not told.
+        Collective."""
+        here = torch.tensor(int(os.environ.get("LOCAL_WORLD_SIZE") or 0), device=self.device)
         dist.all_reduce(here, dist.ReduceOp.MIN)
-        return int(here)
+        return int(here) or DEVICES["h200" if self.device.type == "cuda" else "cpu"].node
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -234,6 +236,6 @@ def start_runtime(config: ParallelConfig, run_dir: Callable[[], Path],
                       scheme="csbp" if config.kind == "data" else config.kind, exchange=config.exchange,
                       gradient_wire=torch.float32 if config.gradient_wire == "float32" else None, tp=tp,
                       tp_mesh=weights["tp"] if tp > 1 else None, pooled=pooled)
-    runtime.stages = config.exchange_stages or default_stages(runtime.plan_ranks * tp, runtime.node())
+    runtime.stages = Stages.choose(config.exchange_stages, runtime.plan_ranks * tp, runtime.node())
     runtime.run_dir = Path(runtime.on_main(run_dir) if folder is None else folder)
     return runtime

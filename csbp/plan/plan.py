@@ -48,6 +48,7 @@ class KindPlan:
         here: ranges into [own clean rows | own noised rows], int64 [S] each.
         arrived: ranges into the received rows in global order, int64 [S] each.
         exchange: the rows that travel.
+        most_received: rows that the rank receives to which most go.
         pairs: (query, key) pairs that this rank attends, as a server of others too.
         guests: its part in moving query rows; None where no rank's do. What others attend is not in the ranges above.
     """
@@ -56,6 +57,7 @@ class KindPlan:
     here: RowRanges
     arrived: RowRanges
     exchange: Exchange
+    most_received: int
     pairs: int
     guests: Guests | None = None
 
@@ -256,6 +258,7 @@ class PackPlan:
             guests = served.guests(rank, arriving, self.holding.clean_runs[rank])
         return KindPlan(kind=kind, here=meet(mine, held, clean, places), arrived=meet(mine, arriving, clean, None),
                         exchange=travel.exchange(rank, held), guests=guests,
+                        most_received=int(travel.matrix.sum(0).max()),
                         pairs=int(mine.pairs.sum()) + (guests.pairs if guests else 0))
 
 

@@ -19,7 +19,7 @@ from csbp.plan.geometry import LayerKind
 from csbp.plan.plan import PackPlan
 from csbp.plan.seconds import Pace, Passes, exposed_seconds
 from csbp.plan.shapes import AttentionLayers
-from csbp.plan.stages import default_stages
+from csbp.plan.stages import Stages
 from csbp.plan.work import home_work, layer_rates, task_times, time_unit
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def kind_seconds(plan: PackPlan, cad: Cad, part: AttentionLayers) -> KindSeconds
     time, pace = _passes(plan, cad, part), _pace(plan, part.kind, cad.device, cad.tp)
     once, again = exposed_seconds(part, plan.holding.row_counts, kind_counts(plan, part.kind), time, pace, cad.itemsize,
                                   cad.gradient_itemsize,
-                                  cad.stages or default_stages(plan.world * cad.tp, cad.device.node))
+                                  Stages.choose(cad.stages, plan.world * cad.tp, cad.device.node))
     return KindSeconds(part.count * (cad.forwards * time.forward + time.backward),
                        part.count * (cad.forwards * once + again))
 

@@ -17,7 +17,7 @@ from csbp.plan.counts import KindCounts, PlanCounts
 from csbp.plan.estimate import Device, Settings
 from csbp.plan.shapes import BACKWARD_PAIRS, AttentionLayers, ModelShape
 from csbp.plan.split import split_bytes, split_shape
-from csbp.plan.stages import default_stages
+from csbp.plan.stages import Stages
 from csbp.plan.wire import row_bytes
 
 
@@ -90,7 +90,7 @@ def predict_seconds(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray
     runs_linear, forwards = 3 + (policy != "none"), key_trips(policy) - 1
     # Ranks of a tp axis are neighbours.
     link = device.near_link if len(counts.clean) * settings.tp <= device.node else device.far_link
-    stages = settings.stages or default_stages(len(counts.clean) * settings.tp, device.node)
+    stages = Stages.choose(settings.stages, len(counts.clean) * settings.tp, device.node)
     busy = np.zeros(len(counts.clean))
     exposed = told / (device.near_link if settings.tp <= device.node else device.far_link)
     for part in shape.attention:
@@ -106,13 +106,13 @@ def predict_seconds(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray
 
 
 def exposed_seconds(part: AttentionLayers, rows: np.ndarray, kind: KindCounts, time: Passes, pace: Pace, itemsize: int,
-                    gradient_itemsize: int | None, stages: int) -> tuple[np.ndarray, np.ndarray]:
+                    gradient_itemsize: int | None, stages: Stages) -> tuple[np.ndarray, np.ndarray]:
     """Seconds [N] that a forward and a backward of one layer wait for what travels.
 
     Args:
         rows: [N], of both streams.
         time: that each rank attends.
-        stages: shares in which keys come where no query rows move.
+        stages: in how many shares keys come where no query rows move.
     """
     size = row_bytes(part.heads, part.kv_heads, part.head_dim, part.head_dim, itemsize, gradient_itemsize)
     moved = bool(kind.guests.any())
@@ -120,17 +120,18 @@ def exposed_seconds(part: AttentionLayers, rows: np.ndarray, kind: KindCounts, t
     here, queries = rows / np.maximum(rows + kind.received, 1), np.maximum(kind.guests, kind.lent) * pace.queries
     keys, home = kind.received * pace.keys, kind.sent * pace.keys * size.backward["gradients"]
     early = np.where(moved | (kind.received > 0), here / 2, 0.0)  # of the backward, while keys and queries come
-    stages = 1 if moved else stages
+    shares = 1 if moved else stages.of(int(kind.received.max()))
 
     def waits(busy: np.ndarray, first: np.ndarray, coming: np.ndarray, going: np.ndarray | float) -> np.ndarray:
         """Of a pass that is busy so long, ``first`` of it until the first keys are needed, ``here`` with its own."""
-        now, sent = first * busy, np.zeros(len(busy))
-        for stage in range(1, stages + 1):
-            now = np.maximum(now, coming * stage / stages) + busy * (1 - here) / stages
-            sent = np.maximum(sent, now) + going / stages
+        now, waited, sent = first * busy, np.zeros(len(busy)), np.zeros(len(busy))
+        for share in range(1, shares + 1):
+            gap = np.maximum(coming * share / shares - now, 0)
+            waited, now = waited + gap, now + gap + busy * (1 - here) / shares
+            sent = np.maximum(sent, now) + going / shares
+        waited += np.maximum(sent - (now + busy * (here - first)), 0)
         # What comes and what goes share a link.
-        shared = (coming + going) * (stages > 1)
-        return np.maximum(np.maximum(now + busy * (here - first), sent), np.maximum(shared, busy)) - busy
+        return np.maximum(waited, coming + going - busy) if shares > 1 else waited
 
     forward = (waits(time.forward, here, keys * size.forward["keys"] + queries * size.forward["queries"], 0.0)
                + np.maximum(queries * size.forward["outputs"] - time.forward * (1 - here), 0))

@@ -5,17 +5,35 @@ S query rows, R received rows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from csbp.plan.ranges import RowRanges
 from csbp.plan.travel import Exchange
 
 ACROSS_NODES = 8  # shares, where rows come from other nodes; within one they come faster than they are attended
+ROWS = 4096  # of a share: each makes a rank go over all of its query rows once more
 
 
-def default_stages(ranks: int, node: int) -> int:
-    """Shares in which keys travel among so many ranks that are neighbours, on nodes of ``node`` ranks."""
-    return 1 if ranks <= node else ACROSS_NODES
+@dataclass(frozen=True)
+class Stages:
+    """In how many shares keys travel: ``most``, of at least ``rows`` rows for the rank that receives most."""
+
+    most: int = 1
+    rows: int = 1
+
+    @classmethod
+    def choose(cls, asked: int | None, ranks: int, node: int) -> Stages:
+        """As asked for, or by where ``ranks`` neighbours lie, of which a node has ``node``."""
+        return cls(asked) if asked else cls() if ranks <= node else cls(ACROSS_NODES, ROWS)
+
+    def of(self, received: int) -> int:
+        """Shares of a layer kind of which some rank receives so many rows, and none more."""
+        return max(1, min(self.most, received // self.rows))
+
+
+AT_ONCE = Stages()
 
 
 def in_stages(exchange: Exchange, arrived: RowRanges, stages: int) -> list[tuple[Exchange, RowRanges]]:
@@ -30,26 +48,42 @@ def in_stages(exchange: Exchange, arrived: RowRanges, stages: int) -> list[tuple
     """
     if stages == 1:
         return [(exchange, arrived)]
-    sent, came = _shares(exchange.send_counts, stages), _shares(exchange.receive_counts, stages)
+    sent, came = _Shares.of(exchange.send_counts, stages), _Shares.of(exchange.receive_counts, stages)
+    place = np.empty(len(came.order), np.int64)  # of a received row among those of its share, as they come
+    place[came.order] = np.arange(len(place)) - np.repeat(came.edges[:-1], np.diff(came.edges))
+    globally = np.argsort(came.share[exchange.to_global], kind="stable")
     found = []
     for stage in range(stages):
-        here = came == stage
-        part = Exchange(exchange.send[sent == stage], _counts(exchange.send_counts, sent, stage),
-                        _counts(exchange.receive_counts, came, stage),
-                        (np.cumsum(here) - 1)[exchange.to_global[here[exchange.to_global]]])
-        below = np.concatenate([[0], np.cumsum(here[exchange.to_global])])  # rows of the share before each place
-        found.append((part, RowRanges(*(below[bound] for bound in (arrived.prefix_start, arrived.prefix_end,
-                                                                   arrived.block_start, arrived.block_end)))))
+        own = globally[came.edges[stage]:came.edges[stage + 1]]  # where the share's rows stand, in global order
+        bounds = [own.searchsorted(bound) if bound.any() else bound for bound in (
+            arrived.prefix_start, arrived.prefix_end, arrived.block_start, arrived.block_end)]
+        found.append((Exchange(exchange.send[sent.order[sent.edges[stage]:sent.edges[stage + 1]]], sent.counts[stage],
+                               came.counts[stage], place[exchange.to_global[own]]), RowRanges(*bounds)))
     return found
 
 
-def _shares(counts: tuple[int, ...], stages: int) -> np.ndarray:
-    """int64, the share of each row of a list that is grouped by peer."""
-    each = np.array(counts, np.int64)
-    place = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
-    return place * stages // np.repeat(each, each)
+@dataclass(frozen=True)
+class _Shares:
+    """Rows grouped by peer, in shares.
 
+    Attributes:
+        share: uint8, of each row.
+        order: the rows, share after share, where each share's begin and end at ``edges``.
+        counts: of each share, rows per peer.
+    """
 
-def _counts(counts: tuple[int, ...], shares: np.ndarray, stage: int) -> tuple[int, ...]:
-    """Rows of a share per peer."""
-    return tuple(int(part.sum()) for part in np.split(shares == stage, np.cumsum(counts)[:-1]))
+    share: np.ndarray
+    order: np.ndarray
+    edges: np.ndarray
+    counts: list[tuple[int, ...]]
+
+    @classmethod
+    def of(cls, counts: tuple[int, ...], stages: int) -> _Shares:
+        """Of lists of so many rows."""
+        each = np.array(counts, np.int64)
+        # Row i of n is of share i * stages // n, so share s begins with row ceil(s * n / stages).
+        begin = -(-np.arange(stages + 1)[:, None] * each // stages)
+        rows = np.diff(begin, axis=0)
+        share = np.repeat(np.tile(np.arange(stages, dtype=np.uint8), len(each)), rows.T.ravel())
+        return cls(share, np.argsort(share, kind="stable"), np.concatenate([[0], np.cumsum(rows.sum(1))]),
+                   [tuple(part) for part in rows.tolist()])

@@ -55,9 +55,8 @@ class Travel:
     @cached_property
     def matrix(self) -> np.ndarray:
         """int64 [world, world], rows that go from each owner to each destination."""
-        found = np.zeros((self.world, self.world), np.int64)
-        np.add.at(found, (self.owner, self.dest), self.end - self.start)
-        return found
+        found = np.bincount(self.owner * self.world + self.dest, self.end - self.start, self.world ** 2)
+        return found.astype(np.int64).reshape(self.world, self.world)
 
     def arriving(self, rank: int) -> Runs:
         """The rows that a rank receives."""

@@ -151,6 +151,7 @@ def make_ready(config: RunConfig, runtime: Runtime, adapter: ModelAdapter,
     shape = model_shape(adapter.export_config(model, {}), config.objective.clean_stream)
     # What hosts have in a profile may differ; plans may not.
     cad = runtime.on_main(lambda: cad_of(config, shape, "h200" if runtime.device.type == "cuda" else "cpu"))
+    cad = cad and replace(cad, device=replace(cad.device, node=runtime.node()))
     return (build_optimizer(model, config.optim),
             StepRunner(model, adapter, runtime, config.attention.backend, shape, config.train.logit_rows,
                        native=not config.parallel.compile and config.parallel.checkpointing != "attention",

@@ -20,6 +20,7 @@ from csbp.attention.operator import BoundPlan, attend_distributed
 from csbp.comm.transport import LocalTransport, Outgoing, Pending, ProcessGroupTransport
 from csbp.plan.geometry import Geometry, LayerKind
 from csbp.plan.plan import PackPlan
+from csbp.plan.stages import Stages
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 4, 6
 EXACT = {"rtol": 0.0, "atol": 1e-12}
@@ -98,7 +99,7 @@ def run_kinds(geometry: Geometry, kinds: tuple[LayerKind, ...], exchange: str = 
     shares = []
     for kind in kinds:
         transport = Spy(dist.group.WORLD) if world > 1 else LocalTransport()
-        bound, tensors = BoundPlan(plan, transport, overlap=overlap, stages=stages), inputs(geometry)
+        bound, tensors = BoundPlan(plan, transport, overlap=overlap, stages=Stages(stages)), inputs(geometry)
         noised = np.where(plan.rows.noised < 0, -1, geometry.num_clean + plan.rows.noised)
         keys = np.concatenate([plan.rows.clean, noised]) if kind.noised else plan.rows.clean
         queries = noised if kind.clean == "absent" else keys

@@ -17,6 +17,7 @@ from csbp.attention.phases import Phases, backward_phases, forward_phases
 from csbp.comm.loopback import LoopbackWorld
 from csbp.plan.geometry import LayerKind
 from csbp.plan.plan import PackPlan
+from csbp.plan.stages import Stages
 
 
 def _watched(phases: Phases, events: list[str]) -> Phases:
@@ -49,7 +50,7 @@ def test_what_travels_has_something_to_hide_behind(moved: bool, stages: int, mon
     for rank in range(world):
         monkeypatch.setitem(core.BACKENDS, f"rank {rank}", _noting(events[rank]))
         bound.append(BoundPlan(pack.rank_plan(rank), transports.transport(rank),
-                               backend=f"rank {rank}", stages=stages).kinds["full"])
+                               backend=f"rank {rank}", stages=Stages(stages)).kinds["full"])
         assert len(bound[-1].stages) == stages
         assert bound[-1].guests is not None if moved else all(sum(one.receive_counts) for one in bound[-1].stages)
     inputs = [[torch.randn(len(kind.here), heads, 8) for heads in (4, 2, 2, 4)] for kind in bound]

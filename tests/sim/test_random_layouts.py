@@ -24,6 +24,7 @@ from csbp.comm.loopback import LoopbackWorld
 from csbp.plan.geometry import LayerKind
 from csbp.plan.plan import PackPlan, RankPlan
 from csbp.plan.ranges import RowRanges
+from csbp.plan.stages import Stages
 from csbp.plan.wire import row_bytes
 
 HEADS, KV_HEADS, DIM, VALUE_DIM, SCALE = 2, 1, 3, 4, 0.8
@@ -154,7 +155,7 @@ def run(ranks: list[Rank], case: Case, tensors: tuple[Tensor, ...], noise_stays:
     """
     world, name, (q, k, v, dout) = LoopbackWorld(case.world), case.kind.name, tensors
     stages = 1 + len(q) % 4
-    bound = [BoundPlan(r.plan, world.transport(i), stages=stages).kinds[name] for i, r in enumerate(ranks)]
+    bound = [BoundPlan(r.plan, world.transport(i), stages=Stages(stages)).kinds[name] for i, r in enumerate(ranks)]
     local = [(q[rank.queries], k[rank.keys], v[rank.keys]) for rank in ranks]
     given, sent = shared_out(dout, ranks), [[] for _ in ranks]
     forward = world.lock_step([watched(forward_phases(*x, kind, SCALE), seen_) for x, kind, seen_ in

@@ -24,6 +24,7 @@ from csbp.plan.levelled import level
 from csbp.plan.profiles import load_profile
 from csbp.plan.seconds import Pace, Passes, exposed_seconds
 from csbp.plan.shapes import AttentionLayers, ModelShape
+from csbp.plan.stages import Stages
 from csbp.plan.wire import row_bytes
 from csbp.simulate_cli import cut
 
@@ -130,15 +131,15 @@ def test_what_is_waited_for_by_hand() -> None:
     still = KindCounts(one, 300 * one, 200 * one, 0 * one, 0 * one)
     moving = dataclasses.replace(still, guests=50 * one, lent=70 * one)
     time = Passes(np.array([8.0]), np.array([20.0]))  # three quarters of the keys are here
-    forward, backward = exposed_seconds(part, np.array([900]), still, time, far, 2, None, 1)
+    forward, backward = exposed_seconds(part, np.array([900]), still, time, far, 2, None, Stages())
     keys = 1e-3 * size.forward["keys"]
     assert forward == pytest.approx([300 * keys - 6]) and backward == pytest.approx([300 * keys + 200 * keys - 15])
-    forward, backward = exposed_seconds(part, np.array([900]), moving, time, far, 2, None, 1)
+    forward, backward = exposed_seconds(part, np.array([900]), moving, time, far, 2, None, Stages())
     ask, answer = (70 * 2e-3 * size.forward[name] for name in ("queries", "outputs"))
     assert forward == pytest.approx([300 * keys + ask - 6 + answer - 2])
     lend, home = (70 * 2e-3 * size.backward[name] for name in ("queries", "query_gradients"))
     assert backward == pytest.approx([300 * keys + lend - 7.5 + 200 * keys - 7.5 + home - 12.5])
-    assert exposed_seconds(part, np.array([900]), moving, time, near, 2, None, 1) == ([0], [0])
+    assert exposed_seconds(part, np.array([900]), moving, time, near, 2, None, Stages()) == ([0], [0])
 
 
 def test_keys_in_stages_hide_behind_those_before_them_by_hand() -> None:
@@ -150,7 +151,7 @@ def test_keys_in_stages_hide_behind_those_before_them_by_hand() -> None:
     def waited(seconds: float, stages: int, kind: KindCounts = kind) -> list[float]:
         """Where all keys travel so long, and all gradients."""
         pace = Pace(seconds / 300 / size.forward["keys"], 0.0)
-        return [float(x[0]) for x in exposed_seconds(part, rows, kind, time, pace, 2, None, stages)]
+        return [float(x[0]) for x in exposed_seconds(part, rows, kind, time, pace, 2, None, Stages(stages))]
 
     # Forward: 6 s with own keys, 2 with others. Backward: 7.5 early, 5 with others, 7.5 late.
     assert waited(9.0, 1) == pytest.approx([3, 1.5 + 1.5])
@@ -193,9 +194,15 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     code, out, err = answer(capsys, *SMALL, f"documents={file}", "steps=1", "near_link=100", "far_link=10", "node=2",
                             "cad.pool=csbp")
     assert code == 0 and "simulation" in out and "links 100 and 10 GB/s, nodes of 2" in out and "16,384 tokens" in out
-    assert " times as fast as context (zig-zag context parallelism)" in out, err
+    assert " times as fast as context (zig-zag context parallelism)\n" in out, err
     assert "dp=4 x csbp=2, disaggregation among ranks of a replica (cad.pool=csbp)" in out and "1 step of 16,384" in out
     assert " MiB " in out and "0.00 GiB" not in out
+    _, out, err = answer(capsys, *SMALL, "steps=2", "cad.profile=cpu", "cad.overlap=none")
+    ways = json.loads(answer(capsys, *SMALL, "steps=2", "cad.profile=cpu", "--json")[1])["ways"]
+    each = [ways[way]["each_step_seconds"] for way in ("csbp+cad", "csbp")]
+    ratios = sorted(other / own for own, other in zip(*each, strict=True))
+    assert f"csbp (ownership alone); {ratios[0]:.2f} to {ratios[1]:.2f} in single steps" in out
+    assert "warning: cad.overlap=none: predictions" in err and "warning: cad.profile=cpu was measured on 'AMD EPYC'" in err
     out = answer(capsys, *SMALL, "steps=1", "plan.device=cpu")[1]
     assert "GB/s, one node" in out and "among ranks of all replicas" in out  # a number of ranks would say nothing
 

@@ -9,7 +9,7 @@ from packs import make_layout, make_pack
 from csbp.plan.geometry import LayerKind
 from csbp.plan.plan import PackPlan
 from csbp.plan.ranges import RowRanges
-from csbp.plan.stages import default_stages, in_stages
+from csbp.plan.stages import Stages, in_stages
 
 
 def seen(ranges: RowRanges, keys: np.ndarray) -> list[set[int]]:
@@ -24,6 +24,7 @@ def seen(ranges: RowRanges, keys: np.ndarray) -> list[set[int]]:
 def test_shares_of_an_exchange(scheme: str, stages: int) -> None:
     pack = PackPlan(make_layout(make_pack([150, 9, 90]), 8).geometry, (LayerKind(window=70),), 4, scheme)
     plans = [pack.rank_plan(rank).kinds["full"] for rank in range(4)]
+    assert {plan.most_received for plan in plans} == {max(sum(plan.exchange.receive_counts) for plan in plans)}
     shares = [in_stages(plan.exchange, plan.arrived, stages) for plan in plans]
     sent_by = [[np.split(part.send, np.cumsum(part.send_counts)[:-1]) for part, _ in of] for of in shares]
     for rank, (plan, of) in enumerate(zip(plans, shares, strict=True)):
@@ -47,5 +48,9 @@ def test_shares_of_an_exchange(scheme: str, stages: int) -> None:
         assert found == seen(plan.arrived, plan.exchange.to_global)
 
 
-def test_one_stage_within_a_node() -> None:
-    assert default_stages(8, 8) == default_stages(1, 8) == 1 and default_stages(16, 8) > 1
+@pytest.mark.parametrize(("asked", "ranks", "received", "expected"), [
+    (None, 8, 10**6, 1),  # within a node
+    (None, 16, 10**6, 8), (None, 16, 5 * 4096, 5), (None, 16, 4095, 1), (None, 16, 0, 1),  # few rows are not cut up
+    (3, 8, 10**6, 3), (3, 16, 2, 2), (3, 16, 0, 1), (1, 16, 10**6, 1)])
+def test_how_many(asked: int | None, ranks: int, received: int, expected: int) -> None:
+    assert Stages.choose(asked, ranks, 8).of(received) == expected
