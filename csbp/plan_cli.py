@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from csbp.config.cad import pooled, unheeded
+from csbp.config.cad import pooled, unheeded, unpredicted
 from csbp.config.compose import compose_run
 from csbp.config.mesh import axis_sizes
 from csbp.config.places import package_dir
-from csbp.config.schema import RunConfig
+from csbp.config.schema import ParallelConfig, RunConfig
 from csbp.config.validate import check_bounds, validate_plan
 from csbp.errors import ConfigError
 from csbp.observe.amounts import counted
@@ -31,6 +31,7 @@ from csbp.plan.forecast import Case, forecast, whole_pack
 from csbp.plan.lengths import planned, stand_in
 from csbp.plan.levelled import ALL, level, price_beside
 from csbp.plan.limits import MAX_AXIS, check_pool, check_ranks, check_size, check_split, check_windows
+from csbp.plan.profiles import foreign
 from csbp.plan.shapes import model_shape
 
 _KINDS = ("csbp", "context", "block", "data")
@@ -53,20 +54,31 @@ def run_plan(words: Sequence[str], *, json_only: bool = False, picture: str = ""
     check_bounds(config)
     given = {word.partition("=")[0].strip() for word in words}
     if given & {"parallel.csbp", "parallel.tp"} and "parallel.nproc" not in given and config.parallel.csbp:
-        ranks = config.parallel.csbp * config.parallel.tp
+        ranks, own = config.parallel.csbp * config.parallel.tp, config.parallel.nproc
+        if own not in (ranks, ParallelConfig().nproc):
+            print(f"csbp: note: planned on {counted(ranks, 'rank')}, parallel.csbp x parallel.tp, not on the "
+                  f"parallel.nproc={own} of {config.experiment}; to plan on other ranks write parallel.nproc=N",
+                  file=sys.stderr, flush=True)
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, nproc=ranks))
     validate_plan(config)
     if picture and Path(picture).suffix not in (".svg", ".png"):
         raise ConfigError("--picture", picture, "must end in .svg or .png")
-    for note in unheeded(config):
-        print(f"csbp: warning: {note}", file=sys.stderr, flush=True)
+    warn([*unheeded(config), *unpredicted(config)])
     result = plan_result(config)
+    if result.levelled:
+        warn(foreign(config.cad.profile, result.levelled.cad.cost, result.device_name))
     if picture:
         _draw(config, result, picture)
     print(json.dumps(as_json(result)), flush=True) if json_only else show(result)
     if picture:
         print(f"picture: {picture}", file=sys.stderr if json_only else sys.stdout, flush=True)
     return 0
+
+
+def warn(notes: Sequence[str]) -> None:
+    """A line each on stderr."""
+    for note in notes:
+        print(f"csbp: warning: {note}", file=sys.stderr, flush=True)
 
 
 def _draw(config: RunConfig, result: PlanResult, picture: str) -> None:

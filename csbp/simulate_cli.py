@@ -15,6 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from csbp.config.cad import unpredicted
 from csbp.config.compose import compose_flat, compose_run
 from csbp.config.fields import nearest_name
 from csbp.config.mesh import axis_sizes
@@ -31,7 +32,8 @@ from csbp.plan.documents import DISTRIBUTIONS
 from csbp.plan.estimate import Device
 from csbp.plan.lengths import distribution, longest, read_lengths
 from csbp.plan.limits import MAX_AXIS
-from csbp.plan_cli import plan_result
+from csbp.plan.profiles import foreign
+from csbp.plan_cli import plan_result, warn
 
 _GIGA = 1e9
 _PIPED_WIDTH = 120
@@ -65,6 +67,7 @@ def run_simulate(words: Sequence[str], *, json_only: bool = False) -> int:
     result = plan_result(dataclasses.replace(config, cad=dataclasses.replace(config.cad, enabled=False)))
     device = _device(result.device, asked)
     cluster = _cluster(config, result, device)
+    warn([*unpredicted(config), *foreign(config.cad.profile, cluster.cad.cost, result.device_name)])
     found: list[dict[str, Outcome]] = []
     packs = _packs(asked.documents, config, cluster.replicas)
     tokens = 0
@@ -208,5 +211,8 @@ def _show(said: dict[str, Any]) -> None:
                       "yes" if row["fits"] else "no")
     out.print(table)
     out.print()
+    first = said["ways"][WAYS[0]]["each_step_seconds"]
     for way in WAYS[1:]:
-        out.print(f"  csbp+cad is {said[f'speedup_over_{way}']:.2f} times as fast as {way} ({_WORDS[way]})")
+        each = [other / own for other, own in zip(said["ways"][way]["each_step_seconds"], first, strict=True)]
+        over = f"; {min(each):.2f} to {max(each):.2f} in single steps" if len(each) > 1 else ""
+        out.print(f"  csbp+cad is {said[f'speedup_over_{way}']:.2f} times as fast as {way} ({_WORDS[way]}){over}")

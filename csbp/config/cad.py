@@ -51,6 +51,14 @@ def unheeded(config: RunConfig) -> list[str]:
     return [f"{', '.join(names)}: nothing heeds that with cad.enabled=false; set cad.enabled=true, or leave it out"]
 
 
+def unpredicted(config: RunConfig) -> list[str]:
+    """A sentence, where predictions do not follow what ``cad`` says."""
+    if config.cad.overlap != "none":
+        return []
+    return ["cad.overlap=none: predictions assume cad.overlap=operator, where what travels hides behind attention; "
+            "steps take longer than said"]
+
+
 def pooled(config: RunConfig) -> bool:
     """Whether the packs of all replicas are planned as one."""
     return config.cad.enabled and config.cad.pool == "dp" and axis_sizes(config.parallel)[0] > 1

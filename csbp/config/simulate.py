@@ -13,7 +13,8 @@ class SimulateConfig:
     of ``csbp train``."""
 
     documents: str = option("pretrain", "how long documents are: pretrain or prolong, with an @ before it or not, as "
-                            "such corpora have them; else a file with the tokens of one document a line, drawn from at random")
+                            "such corpora have them; else a file with the tokens of one document a line, drawn from at "
+                            "random")
     steps: int = option(3, "steps, with documents of their own each", low=1, high=1000)
     near_link: float | None = option(None, "GB/s into a rank from its own node; null: as measured on plan.device",
                                      low=0.001, high=1e6)

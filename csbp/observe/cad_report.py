@@ -24,7 +24,7 @@ def cad_json(result: PlanResult, levelled: Levelled) -> dict[str, Any]:
                 "max_over_lower_bound_time_with": after.over_bound}
 
     return {
-        **balance(ALL), "max_over_mean_work_without": _work(levelled.without),
+        "profile": levelled.cad.cost.name, **balance(ALL), "max_over_mean_work_without": _work(levelled.without),
         "max_over_mean_work_with": _work(levelled.with_moves), "bytes_moved_by_cad": levelled.bytes_moved,
         "predicted_step_seconds_without": result.step_seconds(levelled.without),
         "predicted_step_seconds_with": result.step_seconds(levelled.with_moves),
@@ -45,11 +45,11 @@ def cad_columns(levelled: Levelled) -> dict[str, np.ndarray]:
 
 
 def cad_title(result: PlanResult, levelled: Levelled) -> str:
-    """What is planned together."""
+    """What is planned together, and by which costs."""
     together = levelled.with_moves.together
     packs = (f"{counted(result.packs, 'pack')} of {counted(together, 'replica')} planned together; without it each "
              "replica has its own" if together > 1 else "within a sequence axis")
-    return f"  core attention disaggregation, {packs}:"
+    return f"  core attention disaggregation, {packs}; attention by the profile {levelled.cad.cost.name}:"
 
 
 def cad_table(result: PlanResult, levelled: Levelled) -> Table:
@@ -77,7 +77,9 @@ def cad_words(result: PlanResult, levelled: Levelled) -> list[str]:
         lines.append("Each pack planned is one document, and few of those leave much to level: data.document_lengths="
                      "FILE, a document's tokens a line, plans documents like your own.")
     if still and levelled.with_moves.together == 1:
-        return [*lines, "Disaggregation changes nothing here."]
+        replicas = levelled.with_moves.replicas
+        more = f" There are {replicas} replicas: cad.pool=dp shares attention among them too." if replicas > 1 else ""
+        return [*lines, f"Disaggregation changes nothing here.{more}"]
     without, with_moves = result.step_seconds(levelled.without), result.step_seconds(levelled.with_moves)
     gain, before, after = 1 - with_moves / without, levelled.before[ALL].over_mean, levelled.after[ALL].over_mean
     balance = (f"max/mean of attention {before:.3f} without, {after:.3f} with; "
@@ -115,5 +117,5 @@ def _why(levelled: Levelled, name: str) -> str:
     limits = (("send", settings.max_send_bytes), ("receive", settings.max_receive_bytes),
               ("buffer", settings.max_buffer_bytes))
     given = "".join(f"cad.max_{what}_mib={limit >> 20}, " for what, limit in limits if limit is not None)
-    return (f"no move makes the slowest rank faster within what may travel: {given}and what links carry while a layer "
-            f"attends (max/mean is {home.over_mean:.3f}, max/lower bound {home.over_bound:.3f})")
+    return (f"no move makes the slowest rank faster within what may travel: {given}{'and ' if given else ''}what links "
+            f"carry while a layer attends (max/mean is {home.over_mean:.3f}, max/lower bound {home.over_bound:.3f})")

@@ -55,6 +55,7 @@ class CostModel:
         head_dim, queries_per_key: of the heads that it was measured with.
         forward, backward: of one query head.
         launch: femtoseconds of a kernel launch, forward and backward together.
+        device: what it was measured on, by its maker's name; "" where that is not known.
     """
 
     name: str
@@ -63,6 +64,7 @@ class CostModel:
     forward: PassCost
     backward: PassCost
     launch: int
+    device: str = ""
 
     def for_heads(self, head_dim: int) -> CostModel:
         """For heads of another size: every part in the proportion of their FLOPs, but for the launch."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ FORMAT = 1
 PARTS = ("tile", "segment", "pair")
 PASSES = ("forward", "backward")
 MEASURED = {"forward_ms": (1, 0), "backward_ms": (0, 1), "ms": (1, 1)}  # of which passes each is the time
+# What devices of a kind are called: name in estimate.DEVICES -> of one that it is, or of one that it is not.
+_KINDS = {"h200": (re.compile(r"\bH200\b"), True), "cpu": (re.compile("NVIDIA|Tesla|GeForce|Instinct"), False)}
 _FEMTO = 1e12  # femtoseconds of a millisecond
 _MOST = 10**13  # femtoseconds: hundredths of a second for one pair
 
@@ -137,7 +140,22 @@ def parse_profile(read: object) -> CostModel:
     if not all(cost.tile + cost.pair for cost in (forward, backward)):
         raise ValueError("costs nothing: fit.forward and fit.backward need a tile or a pair above 0")
     return CostModel(str(read.get("name", "")), head_dim, max(heads // kv_heads, 1), forward, backward,
-                     _number(read, "fit.launch", 0))
+                     _number(read, "fit.launch", 0), str(read.get("device", "")))
+
+
+def foreign(profile: str, cost: CostModel, device: str) -> list[str]:
+    """A sentence, where a run's costs were measured on a device of another kind than it is planned for.
+
+    Args:
+        profile: ``cad.profile``.
+        cost: what it stands for.
+        device: name in ``estimate.DEVICES``.
+    """
+    called, wanted = _KINDS[device]
+    if not cost.device or bool(called.search(cost.device)) == wanted:
+        return []
+    return [f"cad.profile={profile} was measured on {cost.device!r}, and plan.device is {device}: attention is priced "
+            "by the one, all else by the other; use cad.profile=auto, a profile of the device, or another plan.device"]
 
 
 def _number(read: dict[str, Any], key: str, low: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 from test_plan_cli import answer, planned
 
 from csbp.config.compose import compose_run
+from csbp.config.places import conf_dir
 from csbp.observe.accounting import exact_bytes
+from csbp.observe.cad_report import cad_words
 from csbp.observe.picture import draw_plan, stripes
 from csbp.plan.cad import cad_of
 from csbp.plan.counts import count_plan
@@ -125,6 +129,39 @@ def test_why_nothing_moves(capsys: pytest.CaptureFixture[str], words: list[str],
     found = planned(capsys, *words, *more)
     assert found["bytes_moved_by_cad"] == 0
     assert found["predicted_step_seconds_with"] == found["predicted_step_seconds_without"]
+
+
+def test_why_nothing_moves_without_limits(words: list[str]) -> None:
+    result = plan_result(compose_run([*words, "cad.pool=csbp", "parallel.nproc=3", "parallel.csbp=3",
+                                      "objective.block_size=2048", "cad.max_receive_mib=0", "cad.max_buffer_mib=null"]))
+    assert result.levelled is not None
+    cad = result.levelled.cad
+    free = replace(cad, settings=replace(cad.settings, max_receive_bytes=None))
+    assert "may travel: what links carry while" in cad_words(result, replace(result.levelled, cad=free))[0]
+    assert "may travel: cad.max_receive_mib=0, and what" in cad_words(result, result.levelled)[0]
+
+
+def test_the_other_replicas_could_share_too(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    still, said = [*words, "cad.pool=csbp", "cad.min_gain=0.9"], "There are 2 replicas: cad.pool=dp shares attention"
+    out = answer(capsys, *still)[1]
+    assert f"Disaggregation changes nothing here. {said} among them too." in out
+    out = answer(capsys, *still, "parallel.nproc=2")[1]
+    assert "Disaggregation changes nothing here." in out and said not in out
+
+
+@pytest.mark.parametrize(("recorded", "device", "alien"), [
+    ("AMD EPYC", "h200", True), ("NVIDIA GH200 480GB", "h200", True), ("NVIDIA H200 NVL", "h200", False),
+    ("Intel Xeon", "cpu", False), ("NVIDIA H200", "cpu", True), ("", "h200", False)])
+def test_a_profile_of_another_device_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str],
+                                              recorded: str, device: str, alien: bool) -> None:
+    profile = json.loads((conf_dir() / "profile" / "h200.json").read_text())
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({**profile, "name": "mine", "device": recorded}))
+    words = [*words, f"cad.profile={file}", f"plan.device={device}"]
+    code, out, err = answer(capsys, *words)
+    said = f"csbp: warning: cad.profile={file} was measured on {recorded!r}, and plan.device is {device}: "
+    assert code == 0 and (err.startswith(said) if alien else not err)
+    assert "; attention by the profile mine:" in out and planned(capsys, *words)["profile"] == "mine"
 
 
 def test_fewer_packs_than_replicas_and_documents_shared_out(capsys: pytest.CaptureFixture[str],

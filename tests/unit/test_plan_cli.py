@@ -256,6 +256,18 @@ def test_settings_that_nothing_heeds_are_named(capsys: pytest.CaptureFixture[str
         assert code == 0 and json.loads(out) and (err.startswith(expected) if expected else not err), err
 
 
+def test_what_a_plan_does_not_follow_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    err = answer(capsys, "experiment=quickstart", "parallel.nproc=2", "cad.overlap=none")[2]
+    assert err.startswith("csbp: warning: cad.overlap=none: predictions assume cad.overlap=operator")
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [quickstart]\nparallel: {nproc: 8}\n")
+    for more, said in ((["parallel.csbp=2"], "csbp: note: planned on 2 ranks, parallel.csbp x parallel.tp, not on the "
+                        "parallel.nproc=8 of mine; "), (["parallel.csbp=8"], ""),
+                       (["parallel.csbp=2", "parallel.nproc=4"], "")):
+        code, _, err = answer(capsys, f"experiment={file}", *more)
+        assert code == 0 and (err.startswith(said) if said else not err)
+
+
 @pytest.mark.parametrize("block", [1, 7, 64])
 def test_the_planned_pack_is_the_trained_one(block: int) -> None:
     """A pack of supervised tokens has the same geometry."""

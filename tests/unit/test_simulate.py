@@ -202,7 +202,8 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     each = [ways[way]["each_step_seconds"] for way in ("csbp+cad", "csbp")]
     ratios = sorted(other / own for own, other in zip(*each, strict=True))
     assert f"csbp (ownership alone); {ratios[0]:.2f} to {ratios[1]:.2f} in single steps" in out
-    assert "warning: cad.overlap=none: predictions" in err and "warning: cad.profile=cpu was measured on 'AMD EPYC'" in err
+    assert "warning: cad.overlap=none: predictions" in err
+    assert "warning: cad.profile=cpu was measured on 'AMD EPYC'" in err
     out = answer(capsys, *SMALL, "steps=1", "plan.device=cpu")[1]
     assert "GB/s, one node" in out and "among ranks of all replicas" in out  # a number of ranks would say nothing
 
