@@ -19,6 +19,7 @@ from rich.table import Table
 
 from csbp import __version__
 from csbp.errors import ConfigError, writing
+from csbp.observe.amounts import bytes_text
 from csbp.observe.metrics import finite
 from csbp.parallel.runtime import Runtime
 
@@ -159,6 +160,8 @@ def _cell(key: str, value: Any) -> str:
         return "-"
     if key.startswith("error"):
         return f"{value:.1e}"
+    if key.endswith("_bytes"):
+        return bytes_text(value)
     if isinstance(value, float):
         return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -40,8 +40,9 @@ from csbp.train.step import Noising, StepResult, Work
 
 COLUMNS = {"step_ms": "step ms", "step_iqr_ms": "IQR ms", "predicted_step_ms": "predicted",
            "tokens_per_second": "clean tok/s", "useful_tflops": "TFLOP/s/GPU", "mfu": "MFU",
-           "ratio_to_first": "/ first", "peak_gib": "peak GiB", "wire_gib": "wire GiB", "exposed_comm_ms": "exposed ms",
+           "ratio_to_first": "/ first", "peak_gib": "peak GiB", "wire_bytes": "wire", "exposed_comm_ms": "exposed ms",
            "exposed_comm_fraction": "exposed", "idle_fraction": "idle"}
+CAD_COLUMNS = {"cad": "cad", "cad_bytes": "by cad"}  # where some variant has it
 
 
 def run_step(words: Sequence[str], *, json_only: bool = False, out: str = "") -> int:
@@ -70,7 +71,8 @@ def run_step(words: Sequence[str], *, json_only: bool = False, out: str = "") ->
     heed_determinism(first)
     runtime = start_runtime(first.parallel, Path, pooled=pooled(first),
                             settings={**shared_settings(cases[0].bench), **shared_settings(first)})
-    report = Report("step", words, runtime, COLUMNS, json_only, out)
+    shared = any(config.cad.enabled for case in cases for config in case.runs.values())
+    report = Report("step", words, runtime, COLUMNS | CAD_COLUMNS if shared else COLUMNS, json_only, out)
     meshes = {mesh_of(first): runtime}
     for case in cases:
         measure_case(case, meshes, report)
@@ -123,12 +125,13 @@ def measure_case(case: StepCase, meshes: dict[tuple[ParallelConfig, bool], Runti
         speeds = {name: row.get("tokens_per_second") for name, row in found.items()}
         speed, first = speeds[variant], next(iter(speeds.values()))
         plain = next((speeds[name] for name in speeds if _flex_full(case.runs[name])), None)
-        parallel, lengths = config.parallel, document_lengths(config.data)
+        parallel, cad, lengths = config.parallel, config.cad, document_lengths(config.data)
         report.add({
             "name": f"{case.bench.name}, {variant}{slow_link()}", "gpus": parallel.nproc,
             "case": case.bench.name, "variant": variant, "kind": parallel.kind if parallel.nproc > 1 else "one",
             "backend": config.attention.backend, "checkpointing": parallel.checkpointing,
             "offload": parallel.offload, "compile": parallel.compile, "dtype": config.train.dtype,
+            "cad": f"{cad.pool}, {cad.overlap}" if cad.enabled else "off",
             "tokens": sum(lengths), "documents": len(lengths), "packs_per_step": config.train.packs_per_step,
             "block_size": config.objective.block_size, **found[variant],
             "predicted_step_ms": predicted_ms(config) if runtime.main and runtime.device.type == "cuda" else None,
@@ -188,8 +191,8 @@ def measure_variant(runtime: Runtime, bench: BenchStepConfig, config: RunConfig)
             "useful_tflops": last.model_flops / seconds / runtime.world / 1e12,
             "mfu": utilisation(last.model_flops, seconds, runtime.world, DEVICES["h200"].peak) if known else None,
             "peak_gib": None if peak is None else float(peak), "wire_gib": last.wire_bytes / GIB,
-            "wire_bytes": last.wire_bytes, "exposed_comm_ms": waited, "exposed_comm_fraction": waited / step.median,
-            "idle_fraction": idle, "loss": last.loss}
+            "wire_bytes": last.wire_bytes, "cad_bytes": last.cad_bytes, "exposed_comm_ms": waited,
+            "exposed_comm_fraction": waited / step.median, "idle_fraction": idle, "loss": last.loss}
 
 
 def synthetic_packs(config: RunConfig, vocabulary: int, step: int) -> list[PackedBatch]:

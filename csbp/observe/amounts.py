@@ -25,4 +25,6 @@ def bytes_text(count: float) -> str:
     """Bytes; a difference may be below 0."""
     if not count:
         return "0"
+    if abs(count) < 2**20 / 20:  # 0.0 MiB
+        return f"{count / 2**10:.1f} KiB"
     return f"{count / _GIB:.2f} GiB" if abs(count) >= _GIB / 4 else f"{count / 2**20:.1f} MiB"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cad import dear_profile
 
 from csbp.bench.records import read_rows
 
@@ -95,6 +96,19 @@ def test_steps_in_every_scheme(ranks: Callable[..., list[Any]], tmp_path: Path) 
     assert block["wire_bytes"] == data["wire_bytes"] == 0
     assert csbp["exposed_comm_ms"] > 0 == data["exposed_comm_ms"]
     assert data["tokens_per_second"] == pytest.approx(2 * 48e3 / data["step_ms"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_what_moves_in_a_step_is_told(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    out, lengths, profile = tmp_path / "rows.json", tmp_path / "lengths", dear_profile(tmp_path)
+    lengths.write_text("200\n56\n")
+    moving = f"cad.enabled=true cad.tolerance=0 cad.profile={profile}"
+    words = [*STEP, "data.seq_len=256", "data.document_tokens=256", f"data.document_lengths={lengths}", "repeats=1",
+             "objective.block_size=64", "parallel.nproc=2", f"variants=[default, 'on: {moving}']"]
+    assert ranks(2, bench, "step", words, str(out)) == [0, 0]
+    off, on = read_rows(out)
+    assert (off["cad"], off["cad_bytes"], on["cad"]) == ("off", 0, "csbp, operator")
+    assert on["cad_bytes"] == on["wire_bytes"] - off["wire_bytes"] != 0
 
 
 @pytest.mark.slow

@@ -268,6 +268,18 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "measuring mine" in err and "/ causal" not in out  # nothing to show in that column
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_table_has_what_moved_where_something_may(capsys: pytest.CaptureFixture[str], monkeypatch: Any,
+                                                      enabled: bool) -> None:
+    found = {"wire_bytes": 3 << 20, "cad_bytes": 5 << 10, "tokens_per_second": 1.0}
+    monkeypatch.setattr("csbp.bench.step.measure_variant", lambda runtime, bench, config: found)
+    code, out, _ = answer(capsys, "step", *STEP, f"cad.enabled={str(enabled).lower()}")
+    shown = {part.strip() for part in re.split("[│┃\n]", out)}
+    assert code == 0 and {"wire", "3.0 MiB"} <= shown
+    for cell in ("cad", "by cad", "csbp, operator", "5.0 KiB"):
+        assert (cell in shown) == enabled, cell
+
+
 def test_spans_that_overlap_count_once() -> None:
     assert covered([(5, 6), (0, 2), (1, 3), (1, 2), (3, 3.5)]) == 4.5
     assert covered([]) == 0
