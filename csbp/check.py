@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,10 +22,12 @@ from csbp.config.cad import pooled
 from csbp.config.schema import RunConfig
 from csbp.data.batch import PackedBatch
 from csbp.data.packs import PackStream
+from csbp.data.samples import IndexedSamples
 from csbp.data.tokenizer import next_free_id
-from csbp.errors import ConfigError
+from csbp.errors import ConfigError, writing
 from csbp.memory import FirstStep, count_parameters, free_memory, plan_first_step, refuse_without_room
 from csbp.memory import size_text as _size
+from csbp.observe.amounts import counted
 from csbp.output import called_as
 from csbp.parallel.runtime import choose_device, mesh_sizes
 from csbp.plan.cad import Cad, saving_text
@@ -39,13 +42,15 @@ _SHOWN_BLOCKS = 12
 _PIPED_WIDTH = 120
 
 
-def run_check(config: RunConfig, words: Sequence[str] = (), console: Console | None = None) -> int:
+def run_check(config: RunConfig, words: Sequence[str] = (), console: Console | None = None,
+              lengths: str = "") -> int:
     """Say what the run would read, learn and need, section after section.
 
     Args:
         config: a valid configuration.
         words: the settings as the user gave them, for the command that is shown at the end.
         console: where to; by default stdout, plain and 120 columns wide where that is no terminal.
+        lengths: file to write the training documents' tokens to, or "".
 
     Returns:
         0: the run can start, here or on a machine that has its devices. Warnings do not change that.
@@ -54,6 +59,7 @@ def run_check(config: RunConfig, words: Sequence[str] = (), console: Console | N
         ConfigError, UserError: the first thing that would stop the run.
     """
     out = console or _console()
+    _check_lengths(config, lengths)
     check_run_dir(config)
     device, missing = _check_devices(config, out)
     ready = check_model(config)
@@ -64,6 +70,8 @@ def run_check(config: RunConfig, words: Sequence[str] = (), console: Console | N
         _warn(out, note)
     streams = open_data(config, ready.tokenizer)
     _show_data(config, streams, out)
+    if lengths:
+        _write_lengths(streams["train"], lengths, out)
     _show_sample(config, streams["train"], ready.tokenizer, out)
     _check_memory(config, ready, streams["train"], device, out)
     command = shlex.join([called_as(), "train", *words])
@@ -139,6 +147,25 @@ def _show_data(config: RunConfig, streams: dict[str, PackStream], out: Console) 
         read = config.train.steps * config.train.packs_per_step * config.data.seq_len * train.efficiency()
         out.print(f"  train.steps={config.train.steps} reads {read:,.0f} tokens, "
                   f"{read / train.totals.tokens:.2f} epochs")
+
+
+def _check_lengths(config: RunConfig, lengths: str) -> None:
+    """Refuse a file of lengths that could not be written."""
+    if lengths and any(source.streaming for source in config.data.sources):
+        raise ConfigError("--lengths", lengths, "a streaming source is never read to its end; set "
+                          "data.sources.N.streaming=false, or leave it out")
+    path = Path(lengths).expanduser()
+    if lengths and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ConfigError("--lengths", lengths, "must be a file in a folder that is there")
+
+
+def _write_lengths(stream: PackStream, lengths: str, out: Console) -> None:
+    assert isinstance(stream.samples, IndexedSamples)
+    found, path = stream.samples.document_lengths().tolist(), Path(lengths).expanduser()
+    with writing(path):
+        path.write_text("".join(f"{length}\n" for length in found))
+    documents = counted(len(found), "document")
+    out.print(f"  tokens of {documents}, in the order of the first epoch: {lengths}", markup=False)
 
 
 def _show_sample(config: RunConfig, stream: PackStream, tokenizer: PreTrainedTokenizerFast, out: Console) -> None:

@@ -80,8 +80,10 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add(commands, "train", _train, "train a model; starts its own ranks",
          run_settings("csbp train experiment=quickstart run_dir=runs/first train.steps=50"))
-    _add(commands, "check", _check, "check a run before it costs anything: configuration, data, devices, memory",
-         run_settings("csbp check experiment=quickstart"))
+    check = _add(commands, "check", _check, "check a run before it costs anything: configuration, data, devices, "
+                 "memory", run_settings("csbp check experiment=quickstart"))
+    check.add_argument("--lengths", default="", metavar="FILE", help="write the tokens of each training document, one "
+                       "a line, for data.document_lengths of csbp plan")
     plan = _add(commands, "plan", _plan, "predict time, memory, balance and bytes of a run, from shapes alone",
                 run_settings("csbp plan experiment=nemotron_8b_sft parallel.nproc=16 data.seq_len=262144"))
     plan.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
@@ -140,7 +142,7 @@ def _check(arguments: argparse.Namespace) -> int:
     check_first_records(config)
     from csbp.check import run_check
 
-    return run_check(config, arguments.settings)
+    return run_check(config, arguments.settings, lengths=arguments.lengths)
 
 
 @until_closed

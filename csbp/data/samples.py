@@ -158,6 +158,14 @@ class IndexedSamples:
                 counts += np.bincount(corpus.tokens[begin:end][used], minlength=vocabulary)
         return counts
 
+    def document_lengths(self) -> np.ndarray:
+        """int64, tokens of the documents that epoch 0 begins, in its order, each before it was cut."""
+        order = self.order.epoch(0)
+        first = np.concatenate([np.diff(pieces.parent, prepend=-1) != 0 for pieces in self.pieces])
+        whole = np.concatenate([np.diff(corpus.starts)[pieces.parent] for corpus, pieces in self._pairs()])
+        found: np.ndarray = whole[order][first[order]]
+        return found
+
     def digest(self) -> str:
         """See ``SampleSource``. From the corpora's checksums, the pieces cut from them and the first epoch's order."""
         digest = hashlib.sha256()

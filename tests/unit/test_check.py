@@ -26,9 +26,12 @@ from csbp.config.schema import (
     RunConfig,
     SourceConfig,
 )
+from csbp.data.stream import open_stream
+from csbp.data.tokenizer import load_tokenizer
 from csbp.errors import ConfigError, UserError
 from csbp.locks import RunLock
 from csbp.models.registry import families, get_adapter
+from csbp.plan.lengths import read_lengths
 from csbp.prepare import prepare_run
 from csbp.train.ready import build_on_meta
 
@@ -99,6 +102,21 @@ def test_what_would_move_is_said(config: RunConfig, tmp_path: Path) -> None:
     pool = shown(change(change(dataclasses.replace(config, cad=CadConfig(**named, pool="dp")), "parallel", csbp=1),
                         "train", packs_per_step=7))
     assert re.search(r"what moves saves .* in the first step, in \d of 4 micro-batches\n", pool)
+
+
+def test_lengths_of_whole_documents_are_written(config: RunConfig, tmp_path: Path) -> None:
+    config = change(config, "data", document_tokens=24, shuffle=False, validation_fraction=0.0,
+                    validation=config.data.sources)
+    file, out = tmp_path / "lengths", io.StringIO()
+    assert run_check(config, [], Console(file=out, width=200), lengths=str(file)) == 0
+    found = read_lengths(str(file))
+    assert len(found) == 30 and "tokens of 30 documents, in the order of the first epoch" in out.getvalue()
+    tokenizer = load_tokenizer(config.data.tokenizer, config.model.family)
+    whole = open_stream(change(config, "data", document_tokens=None).data, seed=0, tokenizer=tokenizer, split="train")
+    window = whole.samples.window(0, 0, 30)
+    assert window is not None and found == window.lengths.tolist() and max(found) > 24
+    with pytest.raises(ConfigError, match="--lengths='/no/such/file': must be a file in a folder that is there"):
+        run_check(config, lengths="/no/such/file")
 
 
 def test_a_pool_that_no_plan_can_have(config: RunConfig) -> None:
