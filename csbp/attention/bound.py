@@ -153,7 +153,8 @@ def bind_kind(kind: KindPlan, num_clean: int, device: torch.device | str, backen
     count, clean = len(here), 0 if kind.kind.clean == "absent" else num_clean
     first = clean if 0 < clean < count else count // 2
     parts: tuple[Part, ...] = (Part(slice(None), here, None),)
-    if overlap and first and (guests is not None or any(exchange.receive_counts)):
+    comes = any(exchange.receive_counts) or guests is not None and any(guests.receive_counts + guests.send_counts)
+    if overlap and first and comes:
         early, late = slice(first), slice(first, None)
         # Clean rows see no noised key.
         parts = (Part(early, _mask(kind.here, device, early), num_clean if first <= clean else None),

@@ -101,7 +101,9 @@ class Cad:
                 break
 
             def worse(moves: Moves, best: _Priced = best, part: AttentionLayers = part) -> bool:
-                return self._with(best, part, moves).step > best.step
+                found = self._with(best, part, moves)  # who has not given yet may still wait less, but nobody else
+                layers = found.layers | {part: found.layers[part].levelled(self.settings.tolerance)}
+                return self._step(found.plan, layers) > best.step
 
             moves = self._moves(home.plan, part, together, worse)
             if len(moves):

@@ -33,10 +33,10 @@ class KindSeconds:
     busy: np.ndarray
     waits: np.ndarray
 
-    def levelled(self) -> KindSeconds:
-        """At best: no rank attends longer than the mean, and whoever did waits for nothing."""
+    def levelled(self, tolerance: float = 0.0) -> KindSeconds:
+        """At best: no rank attends longer than the mean, and whoever did, by more than a part, waits for nothing."""
         mean = math.fsum(self.busy) / len(self.busy)
-        return KindSeconds(np.minimum(self.busy, mean), self.waits * (self.busy <= mean))
+        return KindSeconds(np.minimum(self.busy, mean), self.waits * (self.busy <= mean * (1 + tolerance)))
 
 
 def kind_seconds(plan: PackPlan, cad: Cad, part: AttentionLayers) -> KindSeconds:

@@ -119,7 +119,8 @@ def exposed_seconds(part: AttentionLayers, rows: np.ndarray, kind: KindCounts, t
     # Own rows are assumed to be as popular as received ones. A rank lends query rows or attends those of others.
     here, queries = rows / np.maximum(rows + kind.received, 1), np.maximum(kind.guests, kind.lent) * pace.queries
     keys, home = kind.received * pace.keys, kind.sent * pace.keys * size.backward["gradients"]
-    early = np.where(moved | (kind.received > 0), here / 2, 0.0)  # of the backward, while keys and queries come
+    # Of the backward, while keys and queries come, or are lent.
+    early = np.where((kind.received > 0) | (kind.guests > 0) | (kind.lent > 0), here / 2, 0.0)
     shares = 1 if moved else stages.of(int(kind.received.max()))
 
     def waits(busy: np.ndarray, first: np.ndarray, coming: np.ndarray, going: np.ndarray | float) -> np.ndarray:
