@@ -16,8 +16,8 @@ import sys
 from csbp.config.compose import compose_run
 from csbp.data.first import check_first_records
 from csbp.errors import ConfigError
-for word in sys.argv[2:]:
-    try: check_first_records(compose_run(["experiment=quickstart", sys.argv[1], word]))
+for words in zip(sys.argv[1::2], sys.argv[2::2]):
+    try: check_first_records(compose_run(["experiment=quickstart", *words]))
     except ConfigError as error: print(error)
     else: print()
 assert not {"torch", "transformers", "datasets"} & set(sys.modules)
@@ -27,20 +27,18 @@ CASES = [("text", "text", False, ""), ("messages", "messages", True, ""),
          ("other", "text", False, "has no column 'text' for 'text'; it has content"), (None, "text", False, "line 1")]
 
 
-@pytest.mark.parametrize("template", [False, True])
-def test_one_record_tells(tmp_path: Path, template: bool) -> None:
-    words, expected = [], []
-    for i, (line, format, has_template, said) in enumerate(CASES):
-        if has_template == template:
-            file = tmp_path / f"{i}.jsonl"
-            file.write_text("{" if line is None else json.dumps(LINES[line]) + "\n{never read")
-            words.append(f"data.sources=[{{kind: jsonl, path: {file}, format: {format}}}]")
-            expected.append(said)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "x"} if template else {}))
-    done = subprocess.run([sys.executable, "-c", SCRIPT, f"data.tokenizer={tmp_path}", *words], capture_output=True,
-                          text=True, check=True)
-    for line, said in zip(done.stdout.splitlines(), expected, strict=True):
-        assert said in line and bool(said) == bool(line)
+def test_one_record_tells(tmp_path: Path) -> None:
+    words: list[str] = []
+    for i, (line, format, template, _) in enumerate(CASES):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        (folder / "a.jsonl").write_text("{" if line is None else json.dumps(LINES[line]) + "\n{never read")
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "x"} if template else {}))
+        words += [f"data.tokenizer={folder}",
+                  f"data.sources=[{{kind: jsonl, path: {folder / 'a.jsonl'}, format: {format}}}]"]
+    done = subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, check=True)
+    for told, (*_, said) in zip(done.stdout.splitlines(), CASES, strict=True):
+        assert said in told and bool(said) == bool(told)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ for number in range(3):
     print("line", number, "▒", flush=True)
     print("error", number, file=sys.stderr, flush=True)
     Console().print("rich", number)
-    subprocess.run([sys.executable, "-c", "print('child')"], check=False)
+subprocess.run([sys.executable, "-c", "print('child')"], check=False)
 with open("file", "wb") as file:
     assert file.fileno() > 2
     file.write(b"whole")
