@@ -141,6 +141,16 @@ def test_why_nothing_moves_without_limits(words: list[str]) -> None:
     assert "may travel: cad.max_receive_mib=0, and what" in cad_words(result, result.levelled)[0]
 
 
+def test_many_equally_full_ranks_must_all_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first few that do only make others wait for more."""
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("262144\n" + "4096\n" * 192)
+    found = planned(capsys, "experiment=nemotron_8b_sft", "parallel.nproc=64", "parallel.csbp=16", "data.seq_len=262144",
+                    "train.packs_per_step=4", "cad.enabled=true", "cad.pool=dp", "cad.max_buffer_mib=null",
+                    f"data.document_lengths={lengths}")
+    assert found["predicted_step_seconds_with"] < 0.75 * found["predicted_step_seconds_without"]
+
+
 def test_the_other_replicas_could_share_too(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     still, said = [*words, "cad.pool=csbp", "cad.min_gain=0.9"], "There are 2 replicas: cad.pool=dp shares attention"
     out = answer(capsys, *still)[1]
