@@ -145,8 +145,8 @@ def test_many_equally_full_ranks_must_all_give(tmp_path: Path, capsys: pytest.Ca
     """The first few that do only make others wait for more."""
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("262144\n" + "4096\n" * 192)
-    found = planned(capsys, "experiment=nemotron_8b_sft", "parallel.nproc=64", "parallel.csbp=16", "data.seq_len=262144",
-                    "train.packs_per_step=4", "cad.enabled=true", "cad.pool=dp", "cad.max_buffer_mib=null",
+    found = planned(capsys, "experiment=nemotron_8b_sft", "parallel.nproc=64", "parallel.csbp=16", "cad.enabled=true",
+                    "cad.pool=dp", "cad.max_buffer_mib=null", "train.packs_per_step=4", "data.seq_len=262144",
                     f"data.document_lengths={lengths}")
     assert found["predicted_step_seconds_with"] < 0.75 * found["predicted_step_seconds_without"]
 
