@@ -32,7 +32,9 @@ EXACT = {"rtol": 0.0, "atol": 1e-12}
 WAYS = [("csbp", "exact"), ("csbp", "all_gather"), ("context", "exact"), ("context", "all_gather"),
         ("block", "exact")]
 PROOF = [pytest.param(seed, WAYS, id=f"{seed} every way", marks=pytest.mark.slow) for seed in range(500)]
-SAMPLE = [pytest.param(seed, [WAYS[0 if seed % 2 else 1 + seed // 2 % 4]], id=str(seed)) for seed in range(40)]
+# Most of those with more than 16 ranks are left to the slow tests.
+BY_DEFAULT = sorted(set(range(40)) - {0, 9, 14, 16, 18, 19, 27, 29, 30, 32, 35, 36})
+SAMPLE = [pytest.param(seed, [WAYS[0 if seed % 2 else 1 + seed // 2 % 4]], id=str(seed)) for seed in BY_DEFAULT]
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ def test_the_fast_table_is_the_table() -> None:
 
 def test_the_drawn_cases_hold_what_they_promise() -> None:
     """All that the proof is to cover does occur, in the default cases already."""
-    cases = [draw_case(seed) for seed in range(40)]
+    cases = [draw_case(seed) for seed in BY_DEFAULT]
     kinds, packs = [case.kind for case in cases], [case.geometry for case in cases]
     assert {kind.clean for kind in kinds} == {"block_causal", "token_causal", "absent"}
     for name in ("window_anchor", "in_block", "noised"):
