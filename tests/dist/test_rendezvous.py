@@ -175,6 +175,7 @@ def test_a_host_with_unusable_words_tells_the_others(monkeypatch: pytest.MonkeyP
 def leave_one() -> str:
     """On a rank of the pool: rank 1 stays away from a collective of a group that it then leaves."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=20))
+    dist.barrier(group)  # both have met
     if dist.get_rank() == 1:
         dist.destroy_process_group(group)
         return ""
