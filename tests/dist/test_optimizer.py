@@ -57,7 +57,7 @@ def trained(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str
             sorted(next(iter(optimizer.state.values()))))
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_fused_steps(ranks, tmp_path, world):
     once, resumed, moments = ranks(world, trained, str(tmp_path))[0]
     assert moments == ["exp_avg", "exp_avg_sq", "step"]
