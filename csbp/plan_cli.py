@@ -53,18 +53,20 @@ def run_plan(words: Sequence[str], *, json_only: bool = False, picture: str = ""
     config = compose_run(words)
     check_bounds(config)
     given = {word.partition("=")[0].strip() for word in words}
+    own, note = config.parallel.nproc, ""
     if given & {"parallel.csbp", "parallel.tp"} and "parallel.nproc" not in given and config.parallel.csbp:
-        ranks, own = config.parallel.csbp * config.parallel.tp, config.parallel.nproc
+        ranks = config.parallel.csbp * config.parallel.tp
         if own not in (ranks, ParallelConfig().nproc):
-            print(f"csbp: note: planned on {counted(ranks, 'rank')}, parallel.csbp x parallel.tp, not on the "
-                  f"parallel.nproc={own} of {config.experiment}; to plan on other ranks write parallel.nproc=N",
-                  file=sys.stderr, flush=True)
+            note = (f"csbp: note: planned on {counted(ranks, 'rank')}, parallel.csbp x parallel.tp, not on the "
+                    f"parallel.nproc={own} of {config.experiment}; to plan on other ranks write parallel.nproc=N")
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, nproc=ranks))
     validate_plan(config)
     if picture and Path(picture).suffix not in (".svg", ".png"):
         raise ConfigError("--picture", picture, "must end in .svg or .png")
     warn([*unheeded(config), *unpredicted(config)])
     result = plan_result(config)
+    if note:
+        print(note, file=sys.stderr, flush=True)
     if result.levelled:
         warn(foreign(config.cad.profile, result.levelled.cad.cost, result.device_name))
     if picture:
