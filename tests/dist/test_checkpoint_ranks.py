@@ -176,7 +176,7 @@ def fail_on_one(folder: str, where: str, culprit: int) -> tuple[str, bool]:
     return message, same(before, whole(model, optimizer))
 
 
-@pytest.mark.parametrize("where", ["write_data", "describe_shards"])
+@pytest.mark.parametrize("where", ["write_data", pytest.param("describe_shards", marks=pytest.mark.slow)])
 def test_full_disk_of_one_rank_is_an_error_on_all(ranks, tmp_path, where):
     for message, intact in ranks(2, fail_on_one, str(tmp_path), where, 1):
         assert "on rank 1" in message and "No space left" in message and intact

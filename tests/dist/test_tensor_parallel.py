@@ -35,7 +35,7 @@ MESHES = {"tp": (2, 1, {}), "csbp x tp": (4, 2, {}), "dp x tp": (4, 1, {}),
           "copies x tp": (4, 1, {"dp_replicate": 2}), "context x tp": (4, 2, {"kind": "context"}),
           "block x tp": (4, 2, {"kind": "block"}), "attention kept": (2, 1, {"checkpointing": "attention"}),
           "nothing kept": (4, 2, {"checkpointing": "full"})}
-BY_DEFAULT = {"csbp x tp", "dp x tp", "attention kept"}
+BY_DEFAULT = {"csbp x tp", "attention kept"}
 
 
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=[] if m in BY_DEFAULT else slow) for m in MESHES])

@@ -51,7 +51,7 @@ def test_a_run_with_nothing_but_damage_is_never_started_anew(ranks: Any, corpus:
             (tmp_path / "checkpoints" / name).rename(tmp_path / name)
 
 
-@pytest.mark.parametrize("split", ["train", "validation"])
+@pytest.mark.parametrize("split", ["train", pytest.param("validation", marks=pytest.mark.slow)])
 def test_changed_data_are_noticed(ranks: Any, tmp_path: Path, split: str) -> None:
     corpus, run = make_corpus(tmp_path / "corpus"), tmp_path / "run"
     held = corpus / "held"
@@ -240,7 +240,7 @@ def test_an_export_that_cannot_be_written_leaves_numbers_and_checkpoint(ranks: A
     (tmp_path / "export").write_text("in the way")
     config = tiny_run(corpus, tmp_path, train={"steps": 1}, checkpoint={"export": True})
     with pytest.raises(UserError, match=f"could not export to {tmp_path / 'export'}"):
-        ranks(2, train_here, config)
+        ranks(1, train_here, config)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["export_dir"] is None and summary["eval_loss_after"] > 0 and saved(tmp_path) == ["step-00000001"]
 
@@ -273,7 +273,7 @@ def test_a_full_disk_ends_the_run_with_the_file_and_a_sound_checkpoint(ranks: An
     assert ranks(1, train_here, replace(config, resume="auto")) == [0] and len(losses(tmp_path)) == 4
 
 
-@pytest.mark.parametrize("name", ["model", "summary.json"])
+@pytest.mark.parametrize("name", ["model", pytest.param("summary.json", marks=pytest.mark.slow)])
 def test_a_path_that_cannot_be_written_is_named(ranks: Any, corpus: Path, tmp_path: Path, name: str) -> None:
     if name == "model":
         (tmp_path / name).write_text("in the way")

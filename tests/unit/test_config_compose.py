@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from csbp.config.compose import compose_generate, compose_run
-from csbp.config.places import choices, conf_dir, experiments
+from csbp.config.places import choices, conf_dir, experiments, planned_families
 from csbp.config.schema import RunConfig
+from csbp.config.validate import validate_plan, validate_run
 from csbp.errors import ConfigError
 
 Q = "experiment=quickstart"
@@ -21,10 +22,17 @@ def own(folder: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize("name", list(experiments()))
-def test_every_experiment_composes_and_is_described(name: str) -> None:
+def test_every_experiment_is_described_and_valid(name: str) -> None:
+    """It can be trained, or its family is known to be one that can so far only be planned; it can be planned anyway."""
     config = compose_run([f"experiment={name}"])
     assert isinstance(config, RunConfig) and config.experiment == name and config.data.sources
     assert experiments()[name]
+    validate_plan(config)
+    if config.model.family in planned_families():
+        with pytest.raises(ConfigError, match="can be planned .*, but not trained yet"):
+            validate_run(config)
+    else:
+        validate_run(config)
 
 
 @pytest.mark.slow
