@@ -49,10 +49,12 @@ def _hopper() -> Any:
 
 @dataclass(frozen=True)
 class _Bound:
-    """A mask as a kernel takes it: int32 [S, 4] and more rows of bounds, and what its tiles visit."""
+    """A mask as a kernel takes it: int32 [S, 4] and more rows of bounds, what its tiles visit, and (backward) whether
+    few rows see a tile of keys."""
 
     bounds: Tensor
     visits: Any
+    few: bool = False
 
 
 def _bind_forward(mask: IntervalMask, num_keys: int, dims: tuple[int, int]) -> _Bound:
@@ -64,7 +66,9 @@ def _bind_forward(mask: IntervalMask, num_keys: int, dims: tuple[int, int]) -> _
 def _bind_backward(mask: IntervalMask, num_keys: int, dims: tuple[int, int]) -> _Bound:
     tile, device = _hopper().backward_tile(*dims), mask.prefix_start.device
     by_key = key_visits(row_visits(mask.host, num_keys, tile), -(-num_keys // tile[1]), *_hopper().KEY_RUNS)
-    return _Bound(mask.remembered("flash bounds", lambda: _bounds(mask.host, device)), _tables(by_key, tile, device))
+    seen_by = (by_key.partial.count + by_key.full.count).mean() * tile[0]
+    return _Bound(mask.remembered("flash bounds", lambda: _bounds(mask.host, device)), _tables(by_key, tile, device),
+                  bool(seen_by <= _hopper().FEW_ROWS))
 
 
 def _bounds(ranges: Ranges, device: torch.device) -> Tensor:
@@ -105,10 +109,12 @@ def backward(dout_SND: Tensor, q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, out_
         return torch.zeros_like(q_SND), torch.zeros_like(k_TKD), torch.zeros_like(v_TKD)
     dims = k_TKD.shape[2], v_TKD.shape[2]
     bound = mask.remembered(("flash backward", len(k_TKD), dims), lambda: _bind_backward(mask, len(k_TKD), dims))
-    with _hopper().told_runs() as library:
+    by_group = bound.few and q_SND.shape[1] > k_TKD.shape[1]
+    with _hopper().told_runs(by_group) as library:
         dq, dk, dv = library._flash_attn_bwd(
             q_SND[None], k_TKD[None], v_TKD[None], out_SND[None], dout_SND[None], lse_SN.t()[None].contiguous(),
-            softmax_scale=scale, mask_mod=_hopper().visible, aux_tensors=[bound.bounds],
+            softmax_scale=scale, mask_mod=_hopper().visible_to_group if by_group else _hopper().visible,
+            aux_tensors=[bound.bounds],
             block_sparse_tensors=bound.visits,
             dlse=None if dlse_SN is None else dlse_SN.float().t()[None].contiguous())
     return dq[0], dk[0], dv[0]

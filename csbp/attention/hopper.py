@@ -28,9 +28,13 @@ from flash_attn.cute.block_sparsity import (
 )
 from flash_attn.cute.mask import AttentionMask, AuxData, layout_utils
 
+from csbp.attention import hopper_heads
+
 RELEASE = "4.0.0b36"
 # The most runs of partial and of full tiles that a tile of rows, and a tile of keys, is told.
 ROW_RUNS, KEY_RUNS = (4, 2), (6, 3)
+# The most rows that see a tile of keys, in the mean, where a backward by groups of heads is faster.
+FEW_ROWS = 4096
 
 _LOCK = threading.RLock()
 _NO_AUX = AuxData()
@@ -47,6 +51,12 @@ def visible(batch, head, row, key, info, aux):  # type: ignore[no-untyped-def]
     bounds, at = aux[0], row[0]
     prefix_start, prefix_end, block_start, block_end = (utils.scalar_to_ssa(bounds[at, i], Int32) for i in range(4))
     return (key >= prefix_start) & (key < prefix_end) | (key >= block_start) & (key < block_end)
+
+
+@cute.jit
+def visible_to_group(batch, head, row, key, info, aux):  # type: ignore[no-untyped-def]
+    """The same by another name: the library keeps what it has compiled by its mask function."""
+    return visible(batch, head, row, key, info, aux)
 
 
 @cute.jit
@@ -162,24 +172,29 @@ def backward_tile(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (AttentionMask, "apply_mask", _apply_mask),
     (visiting, "get_curr_blocksparse_tensors", _of_row_tile),
-    *((backward_kernel, name, _with_tables(getattr(backward_kernel, name))) for name in (
-        "produce_block_sparse_q_loads_bwd_sm90", "consume_block_sparse_mma_bwd_sm90",
-        "dQaccum_store_block_sparse_bwd_sm90")),
+    *((backward_kernel, name, _with_tables(getattr(backward_kernel, name))) for name in hopper_heads.LOOPS),
     (library, "normalize_block_sparse_config", _forward_config),
     (library, "normalize_block_sparse_config_bwd", _backward_config),
     (library, "_tile_size_bwd_sm90", _backward_tile),
 )
+_BY_GROUP = (*_REPLACED, *hopper_heads.replaced(_Table, KEY_RUNS))
 
 
 @contextlib.contextmanager
-def told_runs() -> Iterator[Any]:
-    """Within it, the library's block-sparse calls take tables of runs; gives the library's interface module."""
+def told_runs(by_group: bool = False) -> Iterator[Any]:
+    """Within it, the library's block-sparse calls take tables of runs; gives the library's interface module.
+
+    Args:
+        by_group: a backward's thread blocks see to all query heads of a group. Its mask function must be
+            ``visible_to_group``, otherwise ``visible``.
+    """
+    changes = _BY_GROUP if by_group else _REPLACED
     with _LOCK:
-        saved = [(owner, name, getattr(owner, name)) for owner, name, _ in _REPLACED]
+        saved = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
         try:
-            for owner, name, new in _REPLACED:
+            for owner, name, new in changes:
                 setattr(owner, name, new)
             yield library
         finally:
-            for owner, name, old in saved:
+            for owner, name, old in reversed(saved):
                 setattr(owner, name, old)

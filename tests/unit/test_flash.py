@@ -15,6 +15,8 @@ from torch import Tensor
 from csbp.attention import flash, reference
 from csbp.attention.mask import IntervalMask
 
+WAYS: list[bool] = []  # of each backward: whether a thread block saw to a whole group of heads
+
 
 class Visits(NamedTuple):
     mask_block_cnt: Tensor
@@ -63,6 +65,9 @@ def _as_mask(seen: Tensor) -> IntervalMask:
 class Kernels:
     """In the place of FlashAttention-4's interface."""
 
+    def __init__(self, by_group: bool) -> None:
+        self.by_group = by_group
+
     def _flash_attn_fwd(self, q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, mask_mod: Any,
                         aux_tensors: list[Tensor], block_sparse_tensors: Visits,
                         return_lse: bool) -> tuple[Tensor, Tensor]:
@@ -75,6 +80,8 @@ class Kernels:
                         softmax_scale: float, mask_mod: Any, aux_tensors: list[Tensor],
                         block_sparse_tensors: Visits, dlse: Tensor | None) -> list[Tensor]:
         assert lse.is_contiguous()
+        assert mask_mod == ("to group" if self.by_group else "to head"), "what is compiled is kept by this name"
+        WAYS.append(self.by_group)
         mask = _as_mask(_visible(aux_tensors[0], block_sparse_tensors, q.shape[1], k.shape[1], by_key=True))
         grads = reference.backward(dout[0], q[0], k[0], v[0], out[0], lse[0].t(), mask, softmax_scale,
                                    None if dlse is None else dlse[0].t())
@@ -82,15 +89,17 @@ class Kernels:
 
 
 @contextlib.contextmanager
-def _told_runs() -> Iterator[Kernels]:
-    yield Kernels()
+def _told_runs(by_group: bool = False) -> Iterator[Kernels]:
+    yield Kernels(by_group)
 
 
 @pytest.fixture
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = SimpleNamespace(forward_tile=lambda *dims: (16, 8), backward_tile=lambda *dims: (8, 16),
-                              KEY_RUNS=(6, 3), BlockSparseTensorsTorch=Visits, visible=None, told_runs=_told_runs)
+                              KEY_RUNS=(6, 3), FEW_ROWS=40, BlockSparseTensorsTorch=Visits, visible="to head",
+                              visible_to_group="to group", told_runs=_told_runs)
     monkeypatch.setattr(flash, "_hopper", lambda: kernels)
+    WAYS.clear()
 
 
 @pytest.mark.usefixtures("_stand_in")
@@ -114,6 +123,18 @@ def test_forward_and_backward_equal_reference(seed: int) -> None:
         for a, b in zip(found, wanted, strict=True):
             assert a.shape == b.shape
             torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("_stand_in")
+@pytest.mark.parametrize(("documents", "heads", "by_group"), [(32, 4, True), (1, 4, False), (32, 2, False)])
+def test_heads_go_together_where_few_rows_see_a_key(documents: int, heads: int, by_group: bool) -> None:
+    length = 512 // documents
+    row = np.arange(512)
+    start, zero = row // length * length, np.zeros(512, np.int64)
+    mask = IntervalMask.from_arrays(start, row + 1, zero, zero)
+    q, k = torch.randn(512, heads, 4), torch.randn(512, 2, 4)
+    flash.backward(q, q, k, k, *flash.forward(q, k, k, mask, 1.0), mask, 1.0)
+    assert WAYS == [by_group]
 
 
 @pytest.mark.usefixtures("_stand_in")
