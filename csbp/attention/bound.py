@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from csbp.attention.core import Backend, get_backend
-from csbp.attention.guests import BoundGuests, Pair, outgoing
+from csbp.attention.guests import BoundGuests, outgoing
 from csbp.attention.mask import IntervalMask
+from csbp.attention.merge import Pair
 from csbp.attention.reference import compute_dtype
 from csbp.comm.buffers import Buffers
 from csbp.comm.transport import Outgoing

@@ -1,10 +1,9 @@
-"""Core attention on interval masks: backend choice, shape checks, autograd and the log-sum-exp merge."""
+"""Core attention on interval masks: backend choice, shape checks, autograd."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -106,37 +105,6 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, rows: int) -> None:
     if not query.dtype == key.dtype == value.dtype or not query.dtype.is_floating_point:
         raise ValueError(f"query, key and value must share one float dtype, got {query.dtype}, {key.dtype}, "
                          f"{value.dtype}")
-
-
-def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Join attention over disjoint key sets.
-
-    Args:
-        parts: (out [S, N, D], lse [S, N]) of each set; a row that saw nothing has out 0 and lse -inf.
-
-    Returns:
-        (out, lse) over all of them, computed in the dtype of lse, out in the dtype of the first; lse is stored head
-        after head.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    outs, lses = [out for out, _ in parts], [lse for _, lse in parts]
-    return _joined()(outs, lses) if outs[0].is_cuda else _join(outs, lses)
-
-
-@functools.cache
-def _joined() -> Callable[..., tuple[Tensor, Tensor]]:
-    # One pass over the outputs, and no copy of them in float32.
-    return torch.compile(_join, dynamic=True)
-
-
-def _join(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    lses_PNS = torch.stack([lse.t() for lse in lses])
-    lse_NS = torch.logsumexp(lses_PNS, 0)
-    # A row that saw nothing anywhere has lse -inf; shifting by 0 there keeps its weights 0 instead of NaN.
-    weights_PNS = (lses_PNS - torch.where(lse_NS == float("-inf"), 0.0, lse_NS)).exp()
-    out = sum(out.to(lse_NS.dtype) * weight.t()[..., None] for out, weight in zip(outs, weights_PNS, strict=True))
-    return out.to(outs[0].dtype), lse_NS.t()  # type: ignore[union-attr]
 
 
 class _IntervalAttention(torch.autograd.Function):

@@ -15,16 +15,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from csbp.attention.core import Backend, merge
+from csbp.attention.core import Backend
 from csbp.attention.mask import IntervalMask
+from csbp.attention.merge import Pair, merge_rows
 from csbp.attention.reference import compute_dtype
 from csbp.comm.buffers import Buffers
 from csbp.comm.transport import Outgoing
 from csbp.comm.upload import upload
 from csbp.plan.guests import Guests
 from csbp.plan.wire import parcel
-
-Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class BoundGuests:
         order: int64 [F], the order in which the guest rows are attended, of that in which they come.
         mask: of the F guest rows in that order, into [R received | Sc own clean] or the one of them that they see.
         received, own: which of the two they see.
-        rounds: of what comes back, (places in ``send``, query rows); no row twice in a round.
+        rounds: of what comes back, (places in ``send`` or None for all, query rows); no row twice in a round.
     """
 
     send: Tensor
@@ -47,7 +46,7 @@ class BoundGuests:
     mask: IntervalMask
     received: bool
     own: bool
-    rounds: tuple[tuple[Tensor | slice, Tensor], ...]
+    rounds: tuple[tuple[Tensor | None, Tensor], ...]
 
     @classmethod
     def bind(cls, guests: Guests, device: torch.device | str) -> BoundGuests:
@@ -56,7 +55,7 @@ class BoundGuests:
         mask = IntervalMask.from_arrays(ranges.prefix_start, ranges.prefix_end, ranges.block_start, ranges.block_end,
                                         device)
         alone = len(guests.rounds) == 1  # nothing comes twice: all that comes, as it comes
-        rounds = tuple((slice(None) if alone else upload(places, device), upload(rows, device))
+        rounds = tuple((None if alone else upload(places, device), upload(rows, device))
                        for places, rows in guests.rounds)
         return cls(upload(guests.send, device), guests.send_counts, guests.receive_counts, upload(guests.order, device),
                    mask, guests.received, guests.own, rounds)
@@ -99,18 +98,16 @@ class BoundGuests:
             home[self.order], of_keys = dq.to(wire), (rest[0], rest[1])
         return outgoing(home, self.receive_counts, self.send_counts, "query_gradients", memory), of_keys
 
-    def merge(self, whole: Pair, returned: Pair) -> Pair:
-        """Own rows' (out, lse) and what the servers have found, which comes as [G, ...]; in the order of ranks."""
-        out, lse = whole
+    def merge(self, whole: Pair, returned: Pair) -> None:
+        """Into own rows' (out, lse) what the servers have found, which comes as [G, ...]; in the order of ranks."""
         for places, rows in self.rounds:
-            out[rows], lse[rows] = merge([(out[rows], lse[rows]), (returned[0][places], returned[1][places])])
-        return out, lse
+            merge_rows(whole, returned, rows, places)
 
     def add(self, dq: Tensor, returned: Tensor | None) -> None:
         """Add the servers' gradients of queries [G, N, D], in the order of ranks."""
         assert returned is not None
         for places, rows in self.rounds:
-            dq[rows] += returned[places].to(dq.dtype)
+            dq[rows] += (returned if places is None else returned[places]).to(dq.dtype)
 
 
 @functools.cache

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from csbp.attention.bound import BoundKind, Gradients
-from csbp.attention.core import merge
-from csbp.attention.guests import Pair, unpack
+from csbp.attention.guests import unpack
+from csbp.attention.merge import Pair, merge_next
 from csbp.attention.reference import compute_dtype
 from csbp.comm.transport import Outgoing, Pending, Transport
 
@@ -41,22 +41,22 @@ def forward_phases(query: Tensor, key: Tensor, value: Tensor, kind: BoundKind, s
     if guests is not None:
         yield guests.lend(query, memory)
     whole = backend.forward(query, key, value, kind.here, scale)
-    if len(kind.stages) > 1:  # joined with one part after another: what is rounded each time is rounded little
-        whole = whole[0].to(compute_dtype(query.dtype)), whole[1]
-    for stage in kind.stages:
+    last = max((place for place, stage in enumerate(kind.stages) if stage.sees_far), default=0)
+    for place, stage in enumerate(kind.stages):
         far, seen = kind.unpack(stage, (yield None), key, value)
         if guests is not None:
             asked = yield None
             assert asked is not None
             yield guests.attend(asked, seen, backend, scale, memory)
         if stage.sees_far:
-            whole = merge([whole, backend.forward(query, *far, stage.arrived, scale)])
-    whole = whole[0].to(query.dtype), whole[1]
+            # One part after another: what is rounded each time is rounded little.
+            dtype = query.dtype if place == last else compute_dtype(query.dtype)
+            whole = merge_next(whole, backend.forward(query, *far, stage.arrived, scale), dtype)
     if guests is not None:
         returned = yield None
         assert returned is not None
         lse, out = unpack(returned, [(x.shape[1:], x.dtype) for x in whole[::-1]])
-        whole = guests.merge(whole, (out, lse))
+        guests.merge(whole, (out, lse))
     return whole
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from csbp.attention import reference, wide
-from csbp.attention.core import merge
 from csbp.attention.mask import IntervalMask
+from csbp.attention.merge import merge
 
 _patch = interpreter._patch_lang_tensor
 

@@ -1,0 +1,73 @@
+"""Attention over disjoint sets of keys becomes attention over all of them: by output and log-sum-exp of each.
+
+Legend: S query rows, G of them, N query heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Pair = tuple[Tensor, Tensor]  # (out [S, N, D], lse [S, N]); a row that saw nothing has out 0 and lse -inf
+
+
+def merge(parts: list[Pair]) -> Pair:
+    """Join attention over disjoint key sets.
+
+    Args:
+        parts: (out, lse) of each set.
+
+    Returns:
+        (out, lse) over all of them, computed in the dtype of lse, out in the dtype of the first; lse is stored head
+        after head.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    lses_PNS = torch.stack([lse.t() for _, lse in parts])
+    lse_NS = torch.logsumexp(lses_PNS, 0)
+    # A row that saw nothing anywhere has lse -inf; shifting by 0 there keeps its weights 0 instead of NaN.
+    weights_PNS = (lses_PNS - torch.where(lse_NS == float("-inf"), 0.0, lse_NS)).exp()
+    out = sum(out.to(lse_NS.dtype) * weight.t()[..., None]
+              for (out, _), weight in zip(parts, weights_PNS, strict=True))
+    return out.to(parts[0][0].dtype), lse_NS.t()  # type: ignore[union-attr]
+
+
+def merge_next(whole: Pair, part: Pair, dtype: torch.dtype) -> Pair:
+    """``whole`` and one more part; out in ``dtype``. What ``whole`` lies in may be written to."""
+    if not _by_kernel(whole[1]):
+        out, lse = merge([(whole[0].to(torch.promote_types(dtype, whole[0].dtype)), whole[1]), part])
+        return out.to(dtype), lse
+    out = whole[0] if whole[0].dtype == dtype else torch.empty_like(whole[0], dtype=dtype)
+    _kernel().launch(whole, part, out, None, None)
+    return out, whole[1]
+
+
+def merge_rows(whole: Pair, part: Pair, rows: Tensor, places: Tensor | None) -> None:
+    """Into some rows of ``whole``, each once, in place.
+
+    Args:
+        part: of other keys, [G or more, N, D] and [G or more, N].
+        rows: int64 [G].
+        places: int64 [G], where in ``part`` they lie; None: as they come.
+    """
+    if _by_kernel(whole[1]):
+        _kernel().launch(whole, part, whole[0], rows, places)
+        return
+    out, lse = whole
+    chosen = part if places is None else (part[0][places], part[1][places])
+    out[rows], lse[rows] = merge([(out[rows], lse[rows]), chosen])
+
+
+def _by_kernel(lse: Tensor) -> bool:
+    return lse.is_cuda and lse.dtype == torch.float32 and importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _kernel() -> Any:
+    from csbp.attention import merge_kernel
+
+    return merge_kernel

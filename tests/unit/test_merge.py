@@ -1,0 +1,65 @@
+"""Joining attention over disjoint sets of keys, by torch and by the kernel in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from csbp.attention.merge import Pair, merge, merge_next, merge_rows
+
+
+def _pairs(count: int, rows: int = 30, dtype: torch.dtype = torch.float64) -> list[Pair]:
+    found = []
+    for seed in range(count):
+        random = torch.Generator().manual_seed(seed)
+        out = torch.randn(rows, 3, 8, generator=random, dtype=torch.float64)
+        lse = 4 * torch.randn(3, rows, generator=random, dtype=torch.float64).t()
+        blind = torch.rand(rows, generator=random) < 0.3
+        out[blind], lse[blind] = 0, float("-inf")
+        found.append((out.to(dtype), lse if dtype == torch.float64 else lse.float()))
+    return found
+
+
+def test_one_after_another_is_all_at_once() -> None:
+    parts = _pairs(4)
+    want, want_lse = merge(parts)
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = merge_next(whole, part, torch.float64)
+    torch.testing.assert_close(whole[0], want, rtol=0, atol=1e-14)
+    torch.testing.assert_close(whole[1], want_lse, rtol=0, atol=1e-14)
+    assert bool(torch.isinf(want_lse).any()) and not torch.isnan(want).any()
+
+
+def test_rounds_only_at_the_last() -> None:
+    parts = _pairs(3, dtype=torch.bfloat16)
+    middle = merge_next(parts[0], parts[1], torch.float32)
+    last = merge_next(middle, parts[2], torch.bfloat16)
+    assert middle[0].dtype == torch.float32 and last[0].dtype == torch.bfloat16
+    exact, _ = merge([(out.double(), lse.double()) for out, lse in parts])
+    torch.testing.assert_close(last[0], exact.bfloat16(), rtol=2 ** -7, atol=0)
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_some_rows_in_place(placed: bool) -> None:
+    whole, part = _pairs(2)
+    rows, places = torch.tensor([7, 2, 29, 0]), torch.tensor([3, 28, 0, 11])
+    taken = (part[0][places], part[1][places])
+    want = merge([(whole[0][rows], whole[1][rows]), taken])
+    others = [i for i in range(30) if i not in rows.tolist()]
+    kept = whole[0][others], whole[1][others]
+    merge_rows(whole, part if placed else taken, rows, places if placed else None)
+    for found, wanted, before in zip(whole, want, kept, strict=True):
+        assert torch.equal(found[rows], wanted) and torch.equal(found[others], before)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_kernel_agrees() -> None:
+    run = subprocess.run([sys.executable, str(Path(__file__).with_name("merge_interpreted.py"))], capture_output=True,
+                         text=True, timeout=120, check=False)
+    assert run.returncode == 0 and "agrees" in run.stdout, run.stderr[-2000:]
