@@ -55,6 +55,7 @@ class Device:
         memory: usable bytes.
         near_link, far_link: bytes/s that a rank receives inside a node and between nodes.
         node: ranks of one node.
+        rows: bytes/s of query rows gone over once more, forward and backward, where keys come in another stage.
     """
 
     peak: float
@@ -64,12 +65,13 @@ class Device:
     near_link: float
     far_link: float
     node: int
+    rows: float
 
 
 DEVICES = {
     # 141 GB, of which the driver, the kernels and fragments of the allocator take some.
-    "h200": Device(989e12, 575e12, 650e12, 0.94 * 141e9, 350e9, 42e9, 8),
-    "cpu": Device(float("nan"), 50e9, 50e9, float("inf"), 5e9, 1e9, 1 << 30),
+    "h200": Device(989e12, 575e12, 650e12, 0.94 * 141e9, 350e9, 42e9, 8, 110e9),
+    "cpu": Device(float("nan"), 50e9, 50e9, float("inf"), 5e9, 1e9, 1 << 30, 1e9),
 }
 
 

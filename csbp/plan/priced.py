@@ -17,7 +17,7 @@ from csbp.plan.counts import PlanCounts, kind_counts
 from csbp.plan.estimate import Device
 from csbp.plan.geometry import LayerKind
 from csbp.plan.plan import PackPlan
-from csbp.plan.seconds import Pace, Passes, exposed_seconds
+from csbp.plan.seconds import Pace, Passes, again_seconds, exposed_seconds
 from csbp.plan.shapes import AttentionLayers
 from csbp.plan.stages import Stages
 from csbp.plan.work import home_work, layer_rates, task_times, time_unit
@@ -42,10 +42,11 @@ class KindSeconds:
 def kind_seconds(plan: PackPlan, cad: Cad, part: AttentionLayers) -> KindSeconds:
     """Of a plan of the "csbp" scheme, with what moves."""
     time, pace = _passes(plan, cad, part), _pace(plan, part.kind, cad.device, cad.tp)
-    once, again = exposed_seconds(part, plan.holding.row_counts, kind_counts(plan, part.kind), time, pace, cad.itemsize,
-                                  cad.gradient_itemsize,
-                                  Stages.choose(cad.stages, plan.world * cad.tp, cad.device.node))
-    return KindSeconds(part.count * (cad.forwards * time.forward + time.backward),
+    rows, counts = plan.holding.row_counts, kind_counts(plan, part.kind)
+    stages = Stages.choose(cad.stages, plan.world * cad.tp, cad.device.node)
+    once, again = exposed_seconds(part, rows, counts, time, pace, cad.itemsize, cad.gradient_itemsize, stages)
+    over = again_seconds(part, rows, counts, cad.device, cad.itemsize, stages)
+    return KindSeconds(part.count * (cad.forwards * (time.forward + over) + time.backward + over),
                        part.count * (cad.forwards * once + again))
 
 

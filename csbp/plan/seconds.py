@@ -76,7 +76,7 @@ def predict_seconds(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray
     In the forward what travels hides behind attention over the keys that are here, and what others attended behind
     that over keys from elsewhere. In the backward it hides behind half of the local part, and what travels home behind
     the other half. Where keys come in several stages, all but the first also hide behind attention over those before
-    them, and what travels home behind that over those after them.
+    them, and what travels home behind that over those after them; each makes a rank go over its query rows once more.
 
     Args:
         shape: the whole model.
@@ -99,6 +99,7 @@ def predict_seconds(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray
         time = attention[part.kind.name] if attention else Passes(by_pairs, BACKWARD_PAIRS * by_pairs)
         speed = pace[part.kind.name] if pace else Pace(1 / link, 1 / link)
         busy += part.count * (forwards * time.forward + time.backward)
+        busy += part.count * (forwards + 1) * again_seconds(part, counts.rows, kind, device, item, stages)
         once, again = exposed_seconds(part, counts.rows, kind, time, speed, item, settings.gradient_itemsize, stages)
         exposed += part.count * (forwards * once + again)
     linear = counts.rows * float(shape.row_flops) * runs_linear + loss_rows * float(shape.logit_flops) * 3
@@ -115,13 +116,12 @@ def exposed_seconds(part: AttentionLayers, rows: np.ndarray, kind: KindCounts, t
         stages: in how many shares keys come where no query rows move.
     """
     size = row_bytes(part.heads, part.kv_heads, part.head_dim, part.head_dim, itemsize, gradient_itemsize)
-    moved = bool(kind.guests.any())
     # Own rows are assumed to be as popular as received ones. A rank lends query rows or attends those of others.
     here, queries = rows / np.maximum(rows + kind.received, 1), np.maximum(kind.guests, kind.lent) * pace.queries
     keys, home = kind.received * pace.keys, kind.sent * pace.keys * size.backward["gradients"]
     # Of the backward, while keys and queries come, or are lent.
     early = np.where((kind.received > 0) | (kind.guests > 0) | (kind.lent > 0), here / 2, 0.0)
-    shares = 1 if moved else stages.of(int(kind.received.max()))
+    shares = _shares(kind, stages)
 
     def waits(busy: np.ndarray, first: np.ndarray, coming: np.ndarray, going: np.ndarray | float) -> np.ndarray:
         """Of a pass that is busy so long, ``first`` of it until the first keys are needed, ``here`` with its own."""
@@ -140,3 +140,14 @@ def exposed_seconds(part: AttentionLayers, rows: np.ndarray, kind: KindCounts, t
     backward = (waits(time.backward, early, coming, home)
                 + np.maximum(queries * size.backward["query_gradients"] - time.backward * (1 - early), 0))
     return forward, backward
+
+
+def again_seconds(part: AttentionLayers, rows: np.ndarray, kind: KindCounts, device: Device, itemsize: int,
+                  stages: Stages) -> np.ndarray:
+    """Seconds [N] that a forward, or a backward, of one layer takes for every stage beyond the first."""
+    size = rows * float(part.heads * part.head_dim * itemsize)
+    return (_shares(kind, stages) - 1) * size / (2 * device.rows)
+
+
+def _shares(kind: KindCounts, stages: Stages) -> int:
+    return 1 if kind.guests.any() else stages.of(int(kind.received.max()))

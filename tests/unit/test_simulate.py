@@ -22,7 +22,7 @@ from csbp.plan.forecast import Case, whole_pack
 from csbp.plan.geometry import LayerKind
 from csbp.plan.levelled import level
 from csbp.plan.profiles import load_profile
-from csbp.plan.seconds import Pace, Passes, exposed_seconds
+from csbp.plan.seconds import Pace, Passes, again_seconds, exposed_seconds
 from csbp.plan.shapes import AttentionLayers, ModelShape
 from csbp.plan.stages import Stages
 from csbp.plan.wire import row_bytes
@@ -165,6 +165,16 @@ def test_keys_in_stages_hide_behind_those_before_them_by_hand() -> None:
     assert waited(20.0, 2, few) == pytest.approx([13, 20 + 2.5 + 7.5 - 20])
     moving = dataclasses.replace(kind, guests=one, lent=one)
     assert waited(9.0, 2, moving) == waited(9.0, 1, moving)
+
+
+def test_a_stage_costs_a_walk_over_the_query_rows_by_hand() -> None:
+    part, rows, device = AttentionLayers(LayerKind(), 6, 8, 2, 64), np.array([1000, 500]), DEVICES["h200"]
+    still = KindCounts(*(np.array([n, n]) for n in (1, 4096, 300, 0, 0)))
+    over = again_seconds(part, rows, still, device, 2, Stages(8, 1024))
+    assert over == pytest.approx(3 * rows * 8 * 64 * 2 / 2 / device.rows)
+    assert not again_seconds(part, rows, still, device, 2, Stages()).any()
+    moving = dataclasses.replace(still, guests=np.array([5, 0]))
+    assert not again_seconds(part, rows, moving, device, 2, Stages(8, 1024)).any()
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, str]:
