@@ -15,6 +15,7 @@ from csbp.attention.guests import BoundGuests, outgoing
 from csbp.attention.mask import IntervalMask
 from csbp.attention.merge import Pair
 from csbp.attention.reference import compute_dtype
+from csbp.attention.sums import Returning, total
 from csbp.comm.buffers import Buffers
 from csbp.comm.transport import Outgoing
 from csbp.comm.upload import upload
@@ -40,23 +41,22 @@ class Stage:
     """A share of the rows that travel; all of them, where there is but one.
 
     Attributes:
-        send: int64, own rows to send, by destination; in the "csbp" scheme clean rows only.
+        sent: own rows to send, by destination; in the "csbp" scheme clean rows only.
         to_global: int64 [R], permutation of the received rows into global order.
         arrived: mask into the received rows in global order.
         sees_far: whether it lets any row see any.
     """
 
-    send: Tensor
-    send_counts: tuple[int, ...]
+    sent: Returning
     receive_counts: tuple[int, ...]
     to_global: Tensor
     arrived: IntervalMask
     sees_far: bool
 
     @classmethod
-    def bind(cls, exchange: Exchange, arrived: RowRanges, device: torch.device | str) -> Stage:
-        """The plan's share on a device."""
-        return cls(upload(exchange.send, device), exchange.send_counts, exchange.receive_counts,
+    def bind(cls, exchange: Exchange, arrived: RowRanges, own: int, device: torch.device | str) -> Stage:
+        """The plan's share on a device; the rank has ``own`` rows."""
+        return cls(Returning.bind(exchange.send, exchange.send_counts, own, device), exchange.receive_counts,
                    upload(exchange.to_global, device), _mask(arrived, device), bool(arrived.pairs.any()))
 
 
@@ -87,8 +87,8 @@ class BoundKind:
 
     def ship(self, stage: Stage, key: Tensor, value: Tensor) -> Outgoing:
         """Own keys and values on their way to those who need them."""
-        rows = torch.cat((key[stage.send], value[stage.send]), -1)
-        return outgoing(rows, stage.send_counts, stage.receive_counts, "keys", self.memory)
+        rows = torch.cat((key[stage.sent.rows], value[stage.sent.rows]), -1)
+        return outgoing(rows, stage.sent.counts, stage.receive_counts, "keys", self.memory)
 
     def unpack(self, stage: Stage, received: Tensor | None, key: Tensor, value: Tensor) -> tuple[Pair, Pair]:
         """(K, V) of the received rows in global order (the one copy they need), and (K, V) that guests see."""
@@ -125,16 +125,16 @@ class BoundKind:
         for place, side in zip((rows[..., :width], rows[..., width:]), zip(*parts, strict=True), strict=False):
             total = side[0] if len(side) == 1 else side[0].to(wide) + side[1]
             place[stage.to_global] = total.to(wire)
-        return outgoing(rows, stage.receive_counts, stage.send_counts, "gradients", self.memory)
+        return outgoing(rows, stage.receive_counts, stage.sent.counts, "gradients", self.memory)
 
-    def add_returned(self, stage: Stage, dk: Tensor, dv: Tensor, returned: Tensor | None) -> None:
-        """Add the gradients of own rows that other ranks have found, in the order of ranks."""
+    @staticmethod
+    def with_returned(stage: Stage, mine: list[Pair], returned: Tensor | None, dtype: torch.dtype) -> Pair:
+        """Gradients of own keys and values: the sum of ``mine`` (see ``sums.total``) and of what others have found."""
         assert returned is not None
-        counts = stage.send_counts
-        for mine, part in zip(stage.send.split(counts), returned.split(counts), strict=True):
-            if len(mine):  # a source rank names each row at most once
-                dk[mine] += part[..., :dk.shape[-1]].to(dk.dtype)
-                dv[mine] += part[..., dk.shape[-1]:].to(dv.dtype)
+        keys, values = zip(*mine, strict=True)
+        width = keys[0].shape[-1]
+        return (total(keys, dtype, stage.sent, returned[..., :width]),
+                total(values, dtype, stage.sent, returned[..., width:]))
 
 
 def _mask(ranges: RowRanges, device: torch.device | str, rows: slice = slice(None)) -> IntervalMask:
@@ -164,6 +164,6 @@ def bind_kind(kind: KindPlan, num_clean: int, device: torch.device | str, backen
     if stages is not None:
         shares = in_stages(exchange, kind.arrived, 1 if guests is not None else stages.of(kind.most_received))
     return BoundKind(
-        here=here, parts=parts, stages=tuple(Stage.bind(*share, device) for share in shares),
+        here=here, parts=parts, stages=tuple(Stage.bind(*share, count, device) for share in shares),
         backend=get_backend(backend), num_clean=num_clean, wire=wire, memory=memory,
         guests=None if guests is None else BoundGuests.bind(guests, device))

@@ -38,11 +38,12 @@ def merge(parts: list[Pair]) -> Pair:
 
 def merge_next(whole: Pair, part: Pair, dtype: torch.dtype) -> Pair:
     """``whole`` and one more part; out in ``dtype``. What ``whole`` lies in may be written to."""
-    if not _by_kernel(whole[1]):
+    kernels = row_kernels(whole[0], whole[1].dtype)
+    if kernels is None:
         out, lse = merge([(whole[0].to(torch.promote_types(dtype, whole[0].dtype)), whole[1]), part])
         return out.to(dtype), lse
     out = whole[0] if whole[0].dtype == dtype else torch.empty_like(whole[0], dtype=dtype)
-    _kernel().launch(whole, part, out, None, None)
+    kernels.join(whole, part, out, None, None)
     return out, whole[1]
 
 
@@ -54,20 +55,24 @@ def merge_rows(whole: Pair, part: Pair, rows: Tensor, places: Tensor | None) -> 
         rows: int64 [G].
         places: int64 [G], where in ``part`` they lie; None: as they come.
     """
-    if _by_kernel(whole[1]):
-        _kernel().launch(whole, part, whole[0], rows, places)
+    kernels = row_kernels(whole[0], whole[1].dtype)
+    if kernels is not None:
+        kernels.join(whole, part, whole[0], rows, places)
         return
     out, lse = whole
     chosen = part if places is None else (part[0][places], part[1][places])
     out[rows], lse[rows] = merge([(out[rows], lse[rows]), chosen])
 
 
-def _by_kernel(lse: Tensor) -> bool:
-    return lse.is_cuda and lse.dtype == torch.float32 and importlib.util.find_spec("triton") is not None
+def row_kernels(like: Tensor, dtype: torch.dtype) -> Any:
+    """The module of kernels that go over such rows and compute in ``dtype``; None where there are none."""
+    return _kernels() if like.is_cuda and dtype == torch.float32 else None
 
 
 @functools.cache
-def _kernel() -> Any:
-    from csbp.attention import merge_kernel
+def _kernels() -> Any:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from csbp.attention import row_kernels
 
-    return merge_kernel
+    return row_kernels

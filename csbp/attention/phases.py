@@ -20,6 +20,7 @@ from csbp.attention.bound import BoundKind, Gradients
 from csbp.attention.guests import unpack
 from csbp.attention.merge import Pair, merge_next
 from csbp.attention.reference import compute_dtype
+from csbp.attention.sums import total
 from csbp.comm.transport import Outgoing, Pending, Transport
 
 Phases = Generator[Outgoing | None, Tensor | None, "tuple[Tensor, ...]"]
@@ -97,35 +98,25 @@ def backward_phases(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out
             dq_far = dq if dq_far is None else dq_far.to(compute_dtype(dq.dtype)).add_(dq)
             parts.append((rest[0], rest[1]))
         yield kind.home(stage, parts, key, value)
-    dq, dk, dv = _joined([*early, kind.local(kind.parts[-1], *mine, scale)], dq_far)
+    local = [kind.local(kind.parts[-1], *mine, scale), *early]  # of which the last has seen all keys
+    dq = _queries([*early, local[0]], dq_far)
     if guests is not None:
         guests.add(dq, (yield None))
-    if kind.stages:
-        dk, dv = dk.to(compute_dtype(dk.dtype)), dv.to(compute_dtype(dv.dtype))
-    if own_clean is not None:
-        dk[:kind.num_clean] += own_clean[0].to(dk.dtype)
-        dv[:kind.num_clean] += own_clean[1].to(dv.dtype)
-    for stage in kind.stages:
-        kind.add_returned(stage, dk, dv, (yield None))
+    keys = [(dk, dv) for _, dk, dv in local] + ([] if own_clean is None else [own_clean])
+    for place, stage in enumerate(kind.stages):
+        last = place == len(kind.stages) - 1
+        keys = [kind.with_returned(stage, keys, (yield None), key.dtype if last else compute_dtype(key.dtype))]
+    dk, dv = keys[0] if len(keys) == 1 else (total(side, key.dtype) for side in zip(*keys, strict=True))
     return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
 
 
-def _joined(parts: list[Gradients], dq_far: Tensor | None) -> Gradients:
-    """Gradients of the local parts, of which each has its own query rows and the last has seen all keys; ``dq_far`` of
-    all query rows is added."""
-    dq, dk, dv = parts[-1]
-    if len(parts) > 1:
-        dk, dv = dk.to(compute_dtype(dk.dtype)), dv.to(compute_dtype(dv.dtype))
-        for _, of_keys, of_values in parts[:-1]:
-            dk[:len(of_keys)] += of_keys.to(dk.dtype)
-            dv[:len(of_values)] += of_values.to(dv.dtype)
-        if dq_far is None:
-            dq = torch.cat([part[0] for part in parts])
+def _queries(parts: list[Gradients], dq_far: Tensor | None) -> Tensor:
+    """Gradients of query rows: each part has its own; ``dq_far`` of all of them is added."""
     if dq_far is None:
-        return dq, dk, dv
+        return parts[0][0] if len(parts) == 1 else torch.cat([part[0] for part in parts])
     for mine, (part, *_) in zip(dq_far.split([len(part[0]) for part in parts]), parts, strict=True):
         mine += part
-    return dq_far, dk, dv
+    return dq_far
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Joining attention over disjoint sets of keys, by torch and by the kernel in Triton's interpreter."""
+"""Outputs over disjoint sets of keys joined, and gradients added: by torch, and by kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from csbp.attention.merge import Pair, merge, merge_next, merge_rows
+from csbp.attention.sums import Returning, total
 
 
 def _pairs(count: int, rows: int = 30, dtype: torch.dtype = torch.float64) -> list[Pair]:
@@ -58,8 +60,21 @@ def test_some_rows_in_place(placed: bool) -> None:
         assert torch.equal(found[rows], wanted) and torch.equal(found[others], before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gradients_are_added_in_the_order_of_ranks_and_rounded_once(dtype: torch.dtype) -> None:
+    rows, counts = np.array([4, 1, 4, 0, 1, 4]), (2, 0, 3, 1)
+    returning, random = Returning.bind(rows, counts, 5, "cpu"), torch.Generator().manual_seed(3)
+    late, early, back = (torch.randn(n, 2, 3, generator=random).to(dtype) for n in (5, 2, 6))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    want = late.to(wide, copy=True)
+    for row, part in [*enumerate(early), *zip(rows.tolist(), back, strict=True)]:
+        want[row] += part.to(wide)
+    assert torch.equal(total([late.clone(), early], dtype, returning, back), want.to(dtype))
+    assert torch.equal(total([late.clone()], dtype), late)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_the_kernel_agrees() -> None:
-    run = subprocess.run([sys.executable, str(Path(__file__).with_name("merge_interpreted.py"))], capture_output=True,
+def test_the_kernels_agree() -> None:
+    run = subprocess.run([sys.executable, str(Path(__file__).with_name("rows_interpreted.py"))], capture_output=True,
                          text=True, timeout=120, check=False)
     assert run.returncode == 0 and "agrees" in run.stdout, run.stderr[-2000:]

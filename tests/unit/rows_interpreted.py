@@ -1,4 +1,4 @@
-"""Runs the merge's kernel on the CPU, in Triton's interpreter. See test_merge.
+"""Runs the kernels that go over rows on the CPU, in Triton's interpreter. See test_rows.
 
 A process of its own, because kernels are bound to the interpreter when they are first imported.
 """
@@ -9,11 +9,15 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+from dataclasses import replace
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from csbp.attention.merge import Pair, merge
-from csbp.attention.merge_kernel import ROWS, launch
+from csbp.attention.row_kernels import ROWS, add, join
+from csbp.attention.sums import Returning, total
 
 
 def pair(rows: int, heads: int, dim: int, dtype: torch.dtype) -> Pair:
@@ -37,8 +41,7 @@ def check(found: Pair, wanted: Pair, bound: float) -> None:
     torch.testing.assert_close(found[1][seen].double(), wanted[1][seen], rtol=1e-6, atol=1e-6)
 
 
-def main() -> None:
-    torch.manual_seed(0)
+def joined() -> None:
     for rows, heads, dim, dtype, into_dtype, bound in (
             (2 * ROWS + 7, 3, 40, torch.bfloat16, torch.float32, 1e-5),
             (ROWS, 2, 64, torch.float32, torch.bfloat16, 2e-2),
@@ -47,7 +50,7 @@ def main() -> None:
         part[1][1::3] = float("-inf")
         wanted = expected(whole, part)
         into = whole[0] if dtype == into_dtype else torch.full_like(whole[0], float("nan"), dtype=into_dtype)
-        launch(whole, part, into, None, None)
+        join(whole, part, into, None, None)
         check((into, whole[1]), wanted, bound)
     for chosen in (False, True):  # some rows, from where they lie among others or as they come; both views of parcels
         whole, more = pair(90, 2, 24, torch.bfloat16), pair(70, 2, 24, torch.bfloat16)
@@ -59,14 +62,41 @@ def main() -> None:
         before = whole[0].clone(), whole[1].clone()
         taken = part if places is None else (part[0][places], part[1][places])
         wanted = expected((before[0][rows], before[1][rows]), taken)
-        launch(whole, part, whole[0], rows, places)
+        join(whole, part, whole[0], rows, places)
         check((whole[0][rows], whole[1][rows]), wanted, 3e-2)
         others = torch.ones(90, dtype=torch.bool)
         others[rows] = False
         assert torch.equal(whole[0][others], before[0][others]) and torch.equal(whole[1][others], before[1][others])
-    launch(pair(0, 2, 8, torch.float32), pair(0, 2, 8, torch.float32), torch.empty(0, 2, 8), None, None)
-    print("agrees")
+    join(pair(0, 2, 8, torch.float32), pair(0, 2, 8, torch.float32), torch.empty(0, 2, 8), None, None)
+
+
+def added() -> None:
+    """Against the sum in float64, also of rows that many ranks return or none."""
+    random = np.random.default_rng(0)
+    for own, ranks, dim, dtype in ((70, 5, 24, torch.bfloat16), (33, 1, 40, torch.float32), (5, 3, 8, torch.float32)):
+        counts = tuple(int(n) for n in random.integers(0, own + 1, ranks))
+        rows = np.concatenate([np.sort(random.permutation(own - 1)[:n]) for n in counts])  # the last comes back never
+        counts = tuple(min(n, own - 1) for n in counts)
+        plain = Returning.bind(rows, counts, own, "cpu")
+        order = np.argsort(rows, kind="stable")
+        first = np.searchsorted(rows[order], np.arange(own + 1))
+        listed = replace(plain, first=torch.from_numpy(first.astype(np.int32)),
+                         place=torch.from_numpy(order.astype(np.int32)))
+        parcels = torch.randn(len(rows), 2, 2 * dim).bfloat16()
+        now, other = torch.randn(own, 2, dim).to(dtype), torch.randn(own // 2, 2, dim).bfloat16()
+        for part, back in ((other, None), (None, parcels[..., dim:]), (other, parcels[..., :dim])):
+            parts = [now.double()] + ([] if part is None else [part.double()])
+            want = total(parts, torch.float64, plain, None if back is None else back.double())
+            for into, bound in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
+                found = add(now.clone(), part, listed, back, into)
+                assert found.dtype == into
+                error = float((found.double() - want).abs().max())
+                assert error < bound, (own, error)
+    assert not len(add(torch.zeros(0, 2, 8), None, None, None, torch.bfloat16))
 
 
 if __name__ == "__main__":
-    main()
+    torch.manual_seed(0)
+    joined()
+    added()
+    print("agrees")
