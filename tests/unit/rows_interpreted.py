@@ -1,4 +1,4 @@
-"""Runs the kernels that go over rows on the CPU, in Triton's interpreter. See test_rows.
+"""Runs the kernels that go over rows: ``rows_interpreted.py cpu`` in Triton's interpreter, or ``cuda``. See test_rows.
 
 A process of its own, because kernels are bound to the interpreter when they are first imported.
 """
@@ -6,8 +6,9 @@ A process of its own, because kernels are bound to the interpreter when they are
 from __future__ import annotations
 
 import os
+import sys
 
-os.environ["TRITON_INTERPRET"] = "1"
+os.environ["TRITON_INTERPRET"] = str(int(sys.argv[1] == "cpu"))
 
 from dataclasses import replace
 
@@ -77,11 +78,11 @@ def added() -> None:
         counts = tuple(int(n) for n in random.integers(0, own + 1, ranks))
         rows = np.concatenate([np.sort(random.permutation(own - 1)[:n]) for n in counts])  # the last comes back never
         counts = tuple(min(n, own - 1) for n in counts)
-        plain = Returning.bind(rows, counts, own, "cpu")
+        plain = Returning.bind(rows, counts, own, sys.argv[1])
         order = np.argsort(rows, kind="stable")
         first = np.searchsorted(rows[order], np.arange(own + 1))
-        listed = replace(plain, first=torch.from_numpy(first.astype(np.int32)),
-                         place=torch.from_numpy(order.astype(np.int32)))
+        listed = replace(plain, first=torch.tensor(first.astype(np.int32)),
+                         place=torch.tensor(order.astype(np.int32)))
         parcels = torch.randn(len(rows), 2, 2 * dim).bfloat16()
         now, other = torch.randn(own, 2, dim).to(dtype), torch.randn(own // 2, 2, dim).bfloat16()
         for part, back in ((other, None), (None, parcels[..., dim:]), (other, parcels[..., :dim])):
@@ -97,6 +98,7 @@ def added() -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
+    torch.set_default_device(sys.argv[1])
     joined()
     added()
     print("agrees")

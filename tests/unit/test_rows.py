@@ -73,8 +73,11 @@ def test_gradients_are_added_in_the_order_of_ranks_and_rounded_once(dtype: torch
     assert torch.equal(total([late.clone()], dtype), late)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_the_kernels_agree() -> None:
-    run = subprocess.run([sys.executable, str(Path(__file__).with_name("rows_interpreted.py"))], capture_output=True,
-                         text=True, timeout=120, check=False)
+@pytest.mark.parametrize("device", [
+    pytest.param("cpu", marks=pytest.mark.skipif(importlib.util.find_spec("triton") is None,
+                                                 reason="Triton is not installed")),
+    pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_kernels_agree(device: str) -> None:
+    run = subprocess.run([sys.executable, str(Path(__file__).with_name("rows_interpreted.py")), device],
+                         capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0 and "agrees" in run.stdout, run.stderr[-2000:]
