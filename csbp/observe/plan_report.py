@@ -42,7 +42,7 @@ def as_json(result: PlanResult) -> dict[str, Any]:
         "bytes_received_per_rank": result.formula(result.kind),
         "bytes_received_per_rank_context": result.formula("context"),
         "bytes_received_exact_mean": float(received.mean()), "bytes_received_exact_max": float(received.max()),
-        "tp_bytes_received_per_rank": float(result.told.mean()),
+        "tp_bytes_received_per_rank": float(result.told.mean()), "exchange_stages": result.stages,
         "block_over_csbp_time": block_over_csbp(chosen.ranks, geometry.num_noised / geometry.num_clean),
         "peak_memory_bytes_per_rank": float(memory.total.max()), "fits": chosen.fits,
         "predicted_step_seconds": result.step_seconds(chosen), "predicted_pack_seconds": seconds.step,
@@ -98,7 +98,13 @@ def show(result: PlanResult, console: Console | None = None) -> None:
     out.print(f"  bytes into a rank: {bytes_text(float(result.received(chosen).mean()))} mean, "
               f"{bytes_text(float(result.received(chosen).max()))} most; by the published all-gather formula "
               f"{bytes_text(result.formula(result.kind))}, context parallelism {bytes_text(result.formula('context'))}"
-              + (f"; beside them {bytes_text(float(result.told.mean()))} of the tp axis" if split else "") + "\n")
+              + (f"; beside them {bytes_text(float(result.told.mean()))} of the tp axis" if split else ""))
+    if result.stages > 1 and not result.levelled:
+        now, once = chosen.seconds, result.at_once()
+        out.print(f"  stages: keys come in up to {result.stages} (parallel.exchange_stages): a rank waits at most "
+                  f"{now.exposed.max():.3f} s and attends {now.attention.max():.3f} s; in one stage "
+                  f"{once.exposed.max():.3f} s and {once.attention.max():.3f} s")
+    out.print()
     if result.levelled:
         out.print(cad_title(result, result.levelled))
         out.print(cad_table(result, result.levelled))

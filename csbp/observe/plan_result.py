@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from csbp.observe.accounting import exact_bytes, formula_bytes, model_flops, utilisation
 from csbp.plan.counts import attended_pairs
 from csbp.plan.estimate import Device, Settings
-from csbp.plan.forecast import Case, Forecast
+from csbp.plan.forecast import Case, Forecast, price
 from csbp.plan.lengths import Filled
 from csbp.plan.levelled import Levelled
+from csbp.plan.seconds import Seconds, shares_of
 from csbp.plan.shapes import ModelShape
 from csbp.plan.split import split_bytes, split_shape
+from csbp.plan.stages import Stages
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,18 @@ class PlanResult:
     def chosen(self) -> Forecast:
         """The run's own."""
         return self.found[self.kind]
+
+    @property
+    def stages(self) -> int:
+        """The most stages in which keys come in any layer of the run."""
+        counts, settings = self.chosen.counts, self.settings
+        stages = Stages.choose(settings.stages, len(counts.clean) * settings.tp, self.device.node)
+        return max((shares_of(kind, stages) for kind in counts.kinds.values()), default=1)
+
+    def at_once(self) -> Seconds:
+        """The run's own if keys came in one stage; without disaggregation."""
+        chosen, one = self.chosen, replace(self.settings, stages=1)
+        return price(self.case, self.kind, chosen.plan, one, self.device, counts=chosen.counts).seconds
 
     def step_seconds(self, forecast: Forecast) -> float:
         """One optimizer step: replicas take their packs in rounds."""
