@@ -55,7 +55,7 @@ class Stage:
 
     @classmethod
     def bind(cls, exchange: Exchange, arrived: RowRanges, own: int, device: torch.device | str) -> Stage:
-        """The plan's share on a device; the rank has ``own`` rows."""
+        """The plan's share on a device; the rank has ``own`` keys."""
         return cls(Returning.bind(exchange.send, exchange.send_counts, own, device), exchange.receive_counts,
                    upload(exchange.to_global, device), _mask(arrived, device), bool(arrived.pairs.any()))
 
@@ -160,10 +160,11 @@ def bind_kind(kind: KindPlan, num_clean: int, device: torch.device | str, backen
         # Clean rows see no noised key.
         parts = (Part(early, _mask(kind.here, device, early), num_clean if first <= clean else None),
                  Part(late, _mask(kind.here, device, late), None))
+    keys = num_clean + count - clean  # own clean rows have keys also where they ask nothing
     shares: list[tuple[Exchange, RowRanges]] = []
     if stages is not None:
         shares = in_stages(exchange, kind.arrived, 1 if guests is not None else stages.of(kind.most_received))
     return BoundKind(
-        here=here, parts=parts, stages=tuple(Stage.bind(*share, count, device) for share in shares),
+        here=here, parts=parts, stages=tuple(Stage.bind(*share, keys, device) for share in shares),
         backend=get_backend(backend), num_clean=num_clean, wire=wire, memory=memory,
         guests=None if guests is None else BoundGuests.bind(guests, device))

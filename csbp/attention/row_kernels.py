@@ -91,6 +91,7 @@ def add(now: Tensor, other: Tensor | None, returning: Returning | None, returned
     more, back = now if other is None else other, now if returned is None else returned
     assert now.stride(2) == more.stride(2) == back.stride(2) == into.stride(2) == 1
     first, place = (returning.first, returning.place) if returning is not None and returned is not None else (now, now)
+    assert returned is None or first is not None and len(first) == count + 1
     _add[heads, triton.cdiv(count, ROWS)](
         now, more, back, first, place, into, count, len(more), now.stride(0), now.stride(1), more.stride(0),
         more.stride(1), back.stride(0), back.stride(1), into.stride(0), into.stride(1), D=dim,

@@ -35,7 +35,7 @@ class Returning:
 
     @classmethod
     def bind(cls, rows: np.ndarray, counts: tuple[int, ...], own: int, device: torch.device | str) -> Returning:
-        """Of ``own`` rows, on a device."""
+        """Of ``own`` rows, S, on a device."""
         first = place = None
         if torch.device(device).type == "cuda":
             order = np.argsort(rows, kind="stable")

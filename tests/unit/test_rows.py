@@ -11,8 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from csbp.attention.bound import bind_kind
 from csbp.attention.merge import Pair, merge, merge_next, merge_rows
 from csbp.attention.sums import Returning, total
+from csbp.comm.buffers import Buffers
+from csbp.plan.forecast import whole_pack
+from csbp.plan.geometry import LayerKind
+from csbp.plan.plan import PackPlan
+from csbp.plan.stages import AT_ONCE
 
 
 def _pairs(count: int, rows: int = 30, dtype: torch.dtype = torch.float64) -> list[Pair]:
@@ -71,6 +77,21 @@ def test_gradients_are_added_in_the_order_of_ranks_and_rounded_once(dtype: torch
         want[row] += part.to(wide)
     assert torch.equal(total([late.clone(), early], dtype, returning, back), want.to(dtype))
     assert torch.equal(total([late.clone()], dtype), late)
+
+
+@pytest.mark.parametrize("kind", [LayerKind(), LayerKind(clean="absent"), LayerKind(noised=False)], ids=str)
+def test_gradients_may_come_back_of_all_own_keys(kind: LayerKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def bind(rows: np.ndarray, counts: tuple[int, ...], own: int, device: torch.device | str) -> Returning:
+        asked.append(own)
+        return Returning(torch.from_numpy(rows), counts, None, None)
+
+    monkeypatch.setattr(Returning, "bind", bind)
+    plan = PackPlan(whole_pack([50, 30], 8, noised=True), (kind,), 2).rank_plan(0)
+    bind_kind(plan.kinds["full"], len(plan.rows.clean), "cpu", "reference", None, Buffers(reuse=False), stages=AT_ONCE,
+              overlap=True)
+    assert asked == [len(plan.rows.clean) + len(plan.rows.noised) * kind.noised]
 
 
 @pytest.mark.parametrize("device", [
