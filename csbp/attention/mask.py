@@ -1,4 +1,4 @@
-"""The one mask type of the project: at most two contiguous key ranges per query row (DESIGN section 2)."""
+"""The one mask type of the project: at most two contiguous key ranges per query row (docs/attention.md)."""
 
 from __future__ import annotations
 

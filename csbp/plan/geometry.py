@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class LayerKind:
-    """How the rows of one kind of layer see keys (DESIGN section 2). A model has one or a few.
+    """How the rows of one kind of layer see keys (docs/attention.md). A model has one or a few.
 
     Attributes:
         name: key of ``Plan`` lookups, e.g. "full" or "sliding".

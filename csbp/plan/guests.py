@@ -1,6 +1,6 @@
 """Query rows that other ranks than their owners attend, whole or in part: who sends which, and what they see there.
 
-Everything follows from pieces and moves (see ``tasks``). By the closure (DESIGN section 2) a task's keys are one range
+Everything follows from pieces and moves (see ``tasks``). By the closure (docs/attention.md) a task's keys are one range
 of the rows that its server receives and one range of the clean rows that it owns: two ranges, one mask. F guest rows of
 a rank, K tasks, R received rows, Sc own clean rows.
 """

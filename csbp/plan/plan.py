@@ -3,7 +3,7 @@
 Every rank computes the same plan without communication. It says which rows each rank holds, which rows it
 must receive from whom, and what each query row sees of the keys that are *here* (own clean and own noised rows)
 and of those that *arrive*. Both are interval masks: a range of all rows meets a subset that is kept in global
-order in a range of the subset (closure, DESIGN section 2).
+order in a range of the subset (closure, docs/attention.md).
 
 Three schemes share all of it: "csbp" (blocks whole on a rank, clean rows sharded, clean keys travel), "context"
 (both streams sharded zig-zag, keys of both travel) and "block" (blocks whole on a rank, the clean rows that they

@@ -1,4 +1,4 @@
-"""Which keys each query row sees, as two ranges of global rows (the table of DESIGN section 2)."""
+"""Which keys each query row sees, as two ranges of global rows (the table of docs/attention.md)."""
 
 from __future__ import annotations
 
