@@ -111,8 +111,9 @@ class ParallelConfig:
     exchange: str = option("exact", "keys that a rank receives: just those its rows see, or all of them",
                            choices=("exact", "all_gather"))
     exchange_stages: int | None = option(None, "shares in which those keys come: the first are attended while others "
-                                         "travel; null: 1 where the axis fits a node, else up to 8 of 4096 rows or "
-                                         "more; always 1 for layers whose query rows move", low=1, high=64)
+                                         "travel, each more goes over the query rows again; null: 1 where the axis "
+                                         "fits a node, else up to 8 of 4096 rows or more; always 1 for layers whose "
+                                         "query rows move", low=1, high=64)
     gradient_wire: str = option("compute", "dtype in which gradients of keys travel home; they are summed in float32 "
                                 "either way", choices=("compute", "float32"))
     csbp: int | None = option(None, "size of the sequence axis; null: all remaining ranks", low=1)
