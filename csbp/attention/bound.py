@@ -163,7 +163,8 @@ def bind_kind(kind: KindPlan, num_clean: int, device: torch.device | str, backen
     keys = num_clean + count - clean  # own clean rows have keys also where they ask nothing
     shares: list[tuple[Exchange, RowRanges]] = []
     if stages is not None:
-        shares = in_stages(exchange, kind.arrived, 1 if guests is not None else stages.of(kind.most_received))
+        count_of = 1 if guests is not None else stages.of(kind.most_received, kind.mean_rows)
+        shares = in_stages(exchange, kind.arrived, count_of)
     return BoundKind(
         here=here, parts=parts, stages=tuple(Stage.bind(*share, keys, device) for share in shares),
         backend=get_backend(backend), num_clean=num_clean, wire=wire, memory=memory,

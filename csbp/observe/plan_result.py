@@ -72,7 +72,7 @@ class PlanResult:
         """The most stages in which keys come in any layer of the run."""
         counts, settings = self.chosen.counts, self.settings
         stages = Stages.choose(settings.stages, len(counts.clean) * settings.tp, self.device.node)
-        return max((shares_of(kind, stages) for kind in counts.kinds.values()), default=1)
+        return max((shares_of(kind, counts.rows, stages) for kind in counts.kinds.values()), default=1)
 
     def at_once(self) -> Seconds:
         """The run's own if keys came in one stage; without disaggregation."""

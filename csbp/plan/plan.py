@@ -49,6 +49,7 @@ class KindPlan:
         arrived: ranges into the received rows in global order, int64 [S] each.
         exchange: the rows that travel.
         most_received: rows that the rank receives to which most go.
+        mean_rows: rows that a rank has, in the mean.
         pairs: (query, key) pairs that this rank attends, as a server of others too.
         guests: its part in moving query rows; None where no rank's do. What others attend is not in the ranges above.
     """
@@ -58,6 +59,7 @@ class KindPlan:
     arrived: RowRanges
     exchange: Exchange
     most_received: int
+    mean_rows: int
     pairs: int
     guests: Guests | None = None
 
@@ -259,6 +261,7 @@ class PackPlan:
         return KindPlan(kind=kind, here=meet(mine, held, clean, places), arrived=meet(mine, arriving, clean, None),
                         exchange=travel.exchange(rank, held), guests=guests,
                         most_received=int(travel.matrix.sum(0).max()),
+                        mean_rows=int(self.holding.row_counts.sum()) // self.world,
                         pairs=int(mine.pairs.sum()) + (guests.pairs if guests else 0))
 
 

@@ -121,7 +121,7 @@ def exposed_seconds(part: AttentionLayers, rows: np.ndarray, kind: KindCounts, t
     keys, home = kind.received * pace.keys, kind.sent * pace.keys * size.backward["gradients"]
     # Of the backward, while keys and queries come, or are lent.
     early = np.where((kind.received > 0) | (kind.guests > 0) | (kind.lent > 0), here / 2, 0.0)
-    shares = shares_of(kind, stages)
+    shares = shares_of(kind, rows, stages)
 
     def waits(busy: np.ndarray, first: np.ndarray, coming: np.ndarray, going: np.ndarray | float) -> np.ndarray:
         """Of a pass that is busy so long, ``first`` of it until the first keys are needed, ``here`` with its own."""
@@ -146,9 +146,9 @@ def again_seconds(part: AttentionLayers, rows: np.ndarray, kind: KindCounts, dev
                   stages: Stages) -> np.ndarray:
     """Seconds [N] that a forward, or a backward, of one layer takes for every stage beyond the first."""
     size = rows * float(part.heads * part.head_dim * itemsize)
-    return (shares_of(kind, stages) - 1) * size / (2 * device.rows)
+    return (shares_of(kind, rows, stages) - 1) * size / (2 * device.rows)
 
 
-def shares_of(kind: KindCounts, stages: Stages) -> int:
-    """In how many shares the keys of a layer kind come."""
-    return 1 if kind.guests.any() else stages.of(int(kind.received.max()))
+def shares_of(kind: KindCounts, rows: np.ndarray, stages: Stages) -> int:
+    """In how many shares the keys of a layer kind come to ranks of so many rows [N]."""
+    return 1 if kind.guests.any() else stages.of(int(kind.received.max()), int(rows.sum()) // len(rows))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from packs import make_layout, make_pack
 
+from csbp.plan.counts import count_plan
 from csbp.plan.geometry import LayerKind
 from csbp.plan.plan import PackPlan
 from csbp.plan.ranges import RowRanges
@@ -25,6 +26,8 @@ def test_shares_of_an_exchange(scheme: str, stages: int) -> None:
     pack = PackPlan(make_layout(make_pack([150, 9, 90]), 8).geometry, (LayerKind(window=70),), 4, scheme)
     plans = [pack.rank_plan(rank).kinds["full"] for rank in range(4)]
     assert {plan.most_received for plan in plans} == {max(sum(plan.exchange.receive_counts) for plan in plans)}
+    counts = count_plan(pack)
+    assert {plan.mean_rows for plan in plans} == {int(counts.rows.sum()) // 4}
     shares = [in_stages(plan.exchange, plan.arrived, stages) for plan in plans]
     sent_by = [[np.split(part.send, np.cumsum(part.send_counts)[:-1]) for part, _ in of] for of in shares]
     for rank, (plan, of) in enumerate(zip(plans, shares, strict=True)):
@@ -48,9 +51,10 @@ def test_shares_of_an_exchange(scheme: str, stages: int) -> None:
         assert found == seen(plan.arrived, plan.exchange.to_global)
 
 
-@pytest.mark.parametrize(("asked", "ranks", "received", "expected"), [
-    (None, 8, 10**6, 1),  # within a node
-    (None, 16, 10**6, 8), (None, 16, 5 * 4096, 5), (None, 16, 4095, 1), (None, 16, 0, 1),  # few rows are not cut up
-    (3, 8, 10**6, 3), (3, 16, 2, 2), (3, 16, 0, 1), (1, 16, 10**6, 1)])
-def test_how_many(asked: int | None, ranks: int, received: int, expected: int) -> None:
-    assert Stages.choose(asked, ranks, 8).of(received) == expected
+@pytest.mark.parametrize(("asked", "ranks", "received", "queries", "expected"), [
+    (None, 8, 10**6, 1, 1),  # within a node
+    (None, 16, 10**6, 1000, 8), (None, 16, 5 * 4096, 100, 5), (None, 16, 4095, 1, 1),  # few rows are not cut up
+    (None, 16, 0, 0, 1), (None, 16, 128_000, 16_000, 4), (None, 16, 128_000, 100_000, 1),  # nor where many rows wait
+    (3, 8, 10**6, 10**6, 3), (3, 16, 2, 50, 2), (3, 16, 0, 50, 1), (1, 16, 10**6, 1, 1)])
+def test_how_many(asked: int | None, ranks: int, received: int, queries: int, expected: int) -> None:
+    assert Stages.choose(asked, ranks, 8).of(received, queries) == expected
