@@ -39,15 +39,15 @@ def test_the_report_says_what_a_step_and_the_mesh_are(capsys: pytest.CaptureFixt
 def test_the_report_says_what_stages_cost_and_gain(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("experiment=nemotron_3b_sft", "data.seq_len=131072", "parallel.csbp=16", "plan.device=h200")
     out, once, many = answer(capsys, *words)[1], *(planned(capsys, *words, f"parallel.exchange_stages={n}")
-                                                   for n in (1, 8))
+                                                   for n in (1, 3))
 
     def most(found: dict[str, Any], column: str) -> float:
         return max(rank[column] for rank in found["ranks"])
 
-    assert once["exchange_stages"] == 1 and many["exchange_stages"] == planned(capsys, *words)["exchange_stages"] == 8
+    assert once["exchange_stages"] == 1 and many["exchange_stages"] == planned(capsys, *words)["exchange_stages"] == 3
     now, before = ([most(found, f"{name}_seconds") for name in ("exposed", "attention")] for found in (many, once))
     assert now[0] < before[0] and now[1] > before[1]
-    assert ("stages: keys come in up to 8 (parallel.exchange_stages): a rank waits at most {:.3f} s and attends {:.3f} "
+    assert ("stages: keys come in up to 3 (parallel.exchange_stages): a rank waits at most {:.3f} s and attends {:.3f} "
             "s; in one stage {:.3f} s and {:.3f} s".format(*now, *before)) in out
     for one in ("parallel.exchange_stages=1", "parallel.csbp=8"):
         assert "stages:" not in answer(capsys, *words, one)[1]
