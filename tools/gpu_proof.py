@@ -39,8 +39,8 @@ from csbp.plan.tasks import Moves
 BOUND, TWO_RANKS, OVER_ROUNDING = 3e-3, 1.5, 1.02
 SHAPES = ((8, 2, 64), (8, 2, 128), (4, 2, 256), (4, 4, 128), (8, 1, 96), (4, 1, 512))
 NAMES = ("out", "dq", "dk", "dv")
-# flash's two backwards, by the most rows that may see a tile of keys where a thread block sees to a group of heads.
-WAYS = {"heads together": 1 << 30, "heads apart": 0}
+# flash's two backwards, by how many processors its thread blocks must fill where each sees to a group of heads.
+WAYS = {"heads together": 0, "heads apart": 1 << 30}
 
 
 def draw(rng: np.random.Generator) -> tuple[Geometry, LayerKind]:
@@ -173,7 +173,7 @@ def rows_of(backend: str, masks: int) -> Iterator[dict[str, Any]]:
         for way in WAYS if backend == "flash" and shape[0] > shape[1] else ("",):
             started = time.time()
             if way:
-                flash._hopper().FEW_ROWS = WAYS[way]
+                flash._hopper().PROCESSORS = WAYS[way]
             row = worst_of(backend, *shape, masks if backend != "flex" else max(masks // 5, 2))
             yield row | ({"way": way} if way else {}) | {"seconds": round(time.time() - started)}
 

@@ -49,12 +49,12 @@ def _hopper() -> Any:
 
 @dataclass(frozen=True)
 class _Bound:
-    """A mask as a kernel takes it: int32 [S, 4] and more rows of bounds, what its tiles visit, and (backward) whether
-    few rows see a tile of keys."""
+    """A mask as a kernel takes it: int32 [S, 4] and more rows of bounds, what its tiles visit, and (backward) how many
+    thread blocks as long as the longest a head of keys is worth, 0 where heads of a group must not go together."""
 
     bounds: Tensor
     visits: Any
-    few: bool = False
+    abreast: float = 0.0
 
 
 def _bind_forward(mask: IntervalMask, num_keys: int, dims: tuple[int, int]) -> _Bound:
@@ -66,9 +66,10 @@ def _bind_forward(mask: IntervalMask, num_keys: int, dims: tuple[int, int]) -> _
 def _bind_backward(mask: IntervalMask, num_keys: int, dims: tuple[int, int]) -> _Bound:
     tile, device = _hopper().backward_tile(*dims), mask.prefix_start.device
     by_key = key_visits(row_visits(mask.host, num_keys, tile), -(-num_keys // tile[1]), *_hopper().KEY_RUNS)
-    seen_by = (by_key.partial.count + by_key.full.count).mean() * tile[0]
+    seen_by = by_key.partial.count + by_key.full.count
+    together = seen_by.mean() * tile[0] <= _hopper().FEW_ROWS and len(seen_by) <= _hopper().MOST_TILES
     return _Bound(mask.remembered("flash bounds", lambda: _bounds(mask.host, device)), _tables(by_key, tile, device),
-                  bool(seen_by <= _hopper().FEW_ROWS))
+                  together * float(seen_by.sum() / max(seen_by.max(), 1)))
 
 
 def _bounds(ranges: Ranges, device: torch.device) -> Tensor:
@@ -109,7 +110,8 @@ def backward(dout_SND: Tensor, q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, out_
         return torch.zeros_like(q_SND), torch.zeros_like(k_TKD), torch.zeros_like(v_TKD)
     dims = k_TKD.shape[2], v_TKD.shape[2]
     bound = mask.remembered(("flash backward", len(k_TKD), dims), lambda: _bind_backward(mask, len(k_TKD), dims))
-    by_group = bound.few and q_SND.shape[1] > k_TKD.shape[1]
+    # Else thread blocks of all heads of a group, of which there are fewer and longer ones, leave processors idle.
+    by_group = k_TKD.shape[1] < q_SND.shape[1] and bound.abreast * k_TKD.shape[1] >= _hopper().PROCESSORS
     with _hopper().told_runs(by_group) as library:
         dq, dk, dv = library._flash_attn_bwd(
             q_SND[None], k_TKD[None], v_TKD[None], out_SND[None], dout_SND[None], lse_SN.t()[None].contiguous(),

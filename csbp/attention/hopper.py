@@ -35,6 +35,8 @@ RELEASE = "4.0.0b36"
 ROW_RUNS, KEY_RUNS = (4, 2), (6, 3)
 # The most rows that see a tile of keys, in the mean, where a backward by groups of heads is faster.
 FEW_ROWS = 4096
+# The most tiles of keys that a grid of such thread blocks can have, and how many run at once on the largest GPU.
+MOST_TILES, PROCESSORS = 65535, 132
 
 _LOCK = threading.RLock()
 _NO_AUX = AuxData()

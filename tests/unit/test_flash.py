@@ -96,8 +96,9 @@ def _told_runs(by_group: bool = False) -> Iterator[Kernels]:
 @pytest.fixture
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = SimpleNamespace(forward_tile=lambda *dims: (16, 8), backward_tile=lambda *dims: (8, 16),
-                              KEY_RUNS=(6, 3), FEW_ROWS=40, BlockSparseTensorsTorch=Visits, visible="to head",
-                              visible_to_group="to group", told_runs=_told_runs)
+                              KEY_RUNS=(6, 3), FEW_ROWS=40, MOST_TILES=32, PROCESSORS=50,
+                              BlockSparseTensorsTorch=Visits, visible="to head", visible_to_group="to group",
+                              told_runs=_told_runs)
     monkeypatch.setattr(flash, "_hopper", lambda: kernels)
     WAYS.clear()
 
@@ -126,13 +127,16 @@ def test_forward_and_backward_equal_reference(seed: int) -> None:
 
 
 @pytest.mark.usefixtures("_stand_in")
-@pytest.mark.parametrize(("documents", "heads", "by_group"), [(32, 4, True), (1, 4, False), (32, 2, False)])
-def test_heads_go_together_where_few_rows_see_a_key(documents: int, heads: int, by_group: bool) -> None:
-    length = 512 // documents
-    row = np.arange(512)
-    start, zero = row // length * length, np.zeros(512, np.int64)
-    mask = IntervalMask.from_arrays(start, row + 1, zero, zero)
-    q, k = torch.randn(512, heads, 4), torch.randn(512, 2, 4)
+@pytest.mark.parametrize(("rows", "documents", "heads", "kv_heads", "by_group"), [
+    (512, 32, 4, 2, True), (512, 1, 4, 2, False), (512, 32, 2, 2, False),
+    (512, 32, 4, 1, False),  # 32 thread blocks on 50 processors
+    (1024, 64, 4, 2, False),  # more tiles of keys than a grid can have
+])
+def test_heads_go_together_where_few_rows_see_a_key(rows: int, documents: int, heads: int, kv_heads: int,
+                                                    by_group: bool) -> None:
+    length, row, zero = rows // documents, np.arange(rows), np.zeros(rows, np.int64)
+    mask = IntervalMask.from_arrays(row // length * length, row + 1, zero, zero)
+    q, k = torch.randn(rows, heads, 4), torch.randn(rows, kv_heads, 4)
     flash.backward(q, q, k, k, *flash.forward(q, k, k, mask, 1.0), mask, 1.0)
     assert WAYS == [by_group]
 
