@@ -17,12 +17,19 @@ if TYPE_CHECKING:
 ROWS = 32  # of a program
 
 
-@triton.jit(do_not_specialize=["count", "lse_head", "part_lse_head", "lse_row", "part_lse_row"])
-def _join(out_ptr, lse_ptr, part_ptr, part_lse_ptr, into_ptr, rows_ptr, places_ptr, count, out_row, out_head, lse_row,
-          lse_head, part_row, part_head, part_lse_row, part_lse_head, D: tl.constexpr, DIM: tl.constexpr,
+@triton.jit
+def _mine(heads, ROWS: tl.constexpr):
+    """A program's head, and its rows. One dimension of programs: a GPU takes 65,535 in each of the others."""
+    program = tl.program_id(0)
+    return (program % heads).to(tl.int64), program // heads * ROWS + tl.arange(0, ROWS)
+
+
+@triton.jit(do_not_specialize=["heads", "count", "lse_head", "part_lse_head", "lse_row", "part_lse_row"])
+def _join(out_ptr, lse_ptr, part_ptr, part_lse_ptr, into_ptr, rows_ptr, places_ptr, heads, count, out_row, out_head,
+          lse_row, lse_head, part_row, part_head, part_lse_row, part_lse_head, D: tl.constexpr, DIM: tl.constexpr,
           ROWS: tl.constexpr, CHOSEN: tl.constexpr, PLACED: tl.constexpr):
     """Some rows of one head; ``into`` lies as ``out`` does."""
-    head, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    head, i = _mine(heads, ROWS)
     live = i < count
     mine = tl.load(rows_ptr + i, live, 0) if CHOSEN else i.to(tl.int64)
     theirs = tl.load(places_ptr + i, live, 0) if PLACED else i.to(tl.int64)
@@ -53,19 +60,19 @@ def join(whole: Pair, part: Pair, into: Tensor, rows: Tensor | None, places: Ten
     count = len(out) if rows is None else len(rows)
     if not count:
         return
-    dim = out.shape[2]
-    _join[out.shape[1], triton.cdiv(count, ROWS)](
-        out, lse, other, other_lse, into, lse if rows is None else rows, lse if places is None else places, count,
-        out.stride(0), out.stride(1), *lse.stride(), other.stride(0), other.stride(1), *other_lse.stride(), D=dim,
-        DIM=triton.next_power_of_2(dim), ROWS=ROWS, CHOSEN=rows is not None, PLACED=places is not None)
+    heads, dim = out.shape[1:]
+    _join[(heads * triton.cdiv(count, ROWS),)](
+        out, lse, other, other_lse, into, lse if rows is None else rows, lse if places is None else places, heads,
+        count, out.stride(0), out.stride(1), *lse.stride(), other.stride(0), other.stride(1), *other_lse.stride(),
+        D=dim, DIM=triton.next_power_of_2(dim), ROWS=ROWS, CHOSEN=rows is not None, PLACED=places is not None)
 
 
-@triton.jit(do_not_specialize=["count", "others"])
-def _add(now_ptr, other_ptr, back_ptr, first_ptr, place_ptr, into_ptr, count, others, now_row, now_head, other_row,
-         other_head, back_row, back_head, into_row, into_head, D: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
-         OTHER: tl.constexpr, BACK: tl.constexpr):
+@triton.jit(do_not_specialize=["heads", "count", "others"])
+def _add(now_ptr, other_ptr, back_ptr, first_ptr, place_ptr, into_ptr, heads, count, others, now_row, now_head,
+         other_row, other_head, back_row, back_head, into_row, into_head, D: tl.constexpr, DIM: tl.constexpr,
+         ROWS: tl.constexpr, OTHER: tl.constexpr, BACK: tl.constexpr):
     """Some rows of one head: ``now``, what ``other`` has of them, and what comes back of them."""
-    head, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    head, i = _mine(heads, ROWS)
     live, d = i < count, tl.arange(0, DIM)[None, :]
     row, inside = i.to(tl.int64)[:, None], live[:, None] & (d < D)
     x = tl.load(now_ptr + row * now_row + head * now_head + d, inside, 0.0).to(tl.float32)
@@ -92,8 +99,8 @@ def add(now: Tensor, other: Tensor | None, returning: Returning | None, returned
     assert now.stride(2) == more.stride(2) == back.stride(2) == into.stride(2) == 1
     first, place = (returning.first, returning.place) if returning is not None and returned is not None else (now, now)
     assert returned is None or first is not None and len(first) == count + 1
-    _add[heads, triton.cdiv(count, ROWS)](
-        now, more, back, first, place, into, count, len(more), now.stride(0), now.stride(1), more.stride(0),
+    _add[(heads * triton.cdiv(count, ROWS),)](
+        now, more, back, first, place, into, heads, count, len(more), now.stride(0), now.stride(1), more.stride(0),
         more.stride(1), back.stride(0), back.stride(1), into.stride(0), into.stride(1), D=dim,
         DIM=triton.next_power_of_2(dim), ROWS=ROWS, OTHER=other is not None, BACK=returned is not None)
     return into

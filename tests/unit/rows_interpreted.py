@@ -11,11 +11,13 @@ import sys
 os.environ["TRITON_INTERPRET"] = str(int(sys.argv[1] == "cpu"))
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from csbp.attention import row_kernels
 from csbp.attention.merge import Pair, merge
 from csbp.attention.row_kernels import ROWS, add, join
 from csbp.attention.sums import Returning, total
@@ -96,9 +98,29 @@ def added() -> None:
     assert not len(add(torch.zeros(0, 2, 8), None, None, None, torch.bfloat16))
 
 
+class Grids(list[tuple[int, ...]]):
+    """Stands for a kernel, and is a list of the grids that it was started with."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.append(grid)
+        return lambda *args, **more: None
+
+
+def many_rows() -> None:
+    """A GPU takes 65,535 programs in all dimensions of a grid but the first."""
+    row_kernels._join, row_kernels._add = joins, adds = Grids(), Grids()
+    whole = torch.empty(3_000_000, 4, 8, device="meta"), torch.empty(3_000_000, 4, device="meta")
+    join(whole, whole, whole[0], None, None)
+    add(whole[0], None, None, None, torch.float32)
+    for grid in (*joins, *adds):
+        assert max((0, *grid[1:])) < 1 << 16 and np.prod(grid) == 4 * 3_000_000 / ROWS, grid
+    assert len(joins) == len(adds) == 1
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_default_device(sys.argv[1])
     joined()
     added()
+    many_rows()
     print("agrees")
