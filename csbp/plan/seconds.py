@@ -144,9 +144,10 @@ def exposed_seconds(part: AttentionLayers, rows: np.ndarray, kind: KindCounts, t
 
 def again_seconds(part: AttentionLayers, rows: np.ndarray, kind: KindCounts, device: Device, itemsize: int,
                   stages: Stages) -> np.ndarray:
-    """Seconds [N] that a forward, or a backward, of one layer takes for every stage beyond the first."""
+    """Seconds [N] that a forward, or a backward, of one layer takes for every stage beyond the first that brings a rank
+    a row."""
     size = rows * float(part.heads * part.head_dim * itemsize)
-    return (shares_of(kind, rows, stages) - 1) * size / (2 * device.rows)
+    return np.maximum(np.minimum(shares_of(kind, rows, stages), kind.received) - 1, 0) * size / (2 * device.rows)
 
 
 def shares_of(kind: KindCounts, rows: np.ndarray, stages: Stages) -> int:

@@ -173,6 +173,8 @@ def test_a_stage_costs_a_walk_over_the_query_rows_by_hand() -> None:
     over = again_seconds(part, rows, still, device, 2, Stages(8, 1024))
     assert over == pytest.approx(3 * rows * 8 * 64 * 2 / 2 / device.rows)
     assert not again_seconds(part, rows, still, device, 2, Stages()).any()
+    apart = dataclasses.replace(still, received=np.array([4096, 0]))  # who is sent nothing goes over nothing again
+    assert again_seconds(part, rows, apart, device, 2, Stages(8, 1024)) == pytest.approx([over[0], 0])
     moving = dataclasses.replace(still, guests=np.array([5, 0]))
     assert not again_seconds(part, rows, moving, device, 2, Stages(8, 1024)).any()
 
