@@ -10,9 +10,11 @@ the one release named by ``RELEASE``. Import it only where that library is insta
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import cutlass
@@ -59,6 +61,12 @@ def visible(batch, head, row, key, info, aux):  # type: ignore[no-untyped-def]
 def visible_to_group(batch, head, row, key, info, aux):  # type: ignore[no-untyped-def]
     """The same by another name: the library keeps what it has compiled by its mask function."""
     return visible(batch, head, row, key, info, aux)
+
+
+# It can keep that on disk, past the next release of csbp: then by all that a kernel is made of here.
+_SOURCES = b"".join(Path(str(file)).read_bytes() for file in (__file__, hopper_heads.__file__))
+for _function in (visible, visible_to_group):
+    _function.__cute_hash__ = hashlib.sha256(_function.__name__.encode() + _SOURCES).hexdigest()
 
 
 @cute.jit

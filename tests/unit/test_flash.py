@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -154,3 +156,27 @@ def test_no_rows_and_no_keys() -> None:
 
 def test_what_it_cannot_compute_is_said() -> None:
     assert "Hopper" in flash.unusable(torch.device("cpu"), torch.bfloat16, 128, 128, False)
+
+
+def test_compiled_kernels_are_kept_by_the_sources_they_are_made_of(tmp_path: Path) -> None:
+    """The library may keep them on disk: needs it installed, and no GPU."""
+    utils = pytest.importorskip("flash_attn.cute.utils")
+    package = Path(flash.__file__).parent
+
+    def names(file: str, more: str) -> tuple[str, str]:
+        changed = tmp_path / file
+        changed.write_text((package / file).read_text() + more)
+        if file == "hopper.py":
+            spec = importlib.util.spec_from_file_location("hopper_again", changed)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            from csbp.attention import hopper_heads
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(hopper_heads, "__file__", str(changed))
+                return names("hopper.py", "")
+        return utils.hash_callable(module.visible), utils.hash_callable(module.visible_to_group)
+
+    found = [*names("hopper.py", ""), *names("hopper.py", "#\n"), *names("hopper_heads.py", "#\n")]
+    assert len(set(found)) == 6 and names("hopper.py", "") == tuple(found[:2])
