@@ -51,7 +51,7 @@ def merge_rows(whole: Pair, part: Pair, rows: Tensor, places: Tensor | None) -> 
     """Into some rows of ``whole``, each once, in place.
 
     Args:
-        part: of other keys, [G or more, N, D] and [G or more, N].
+        part: of other keys, [G, N, D] and [G, N], or with ``places`` of any rows.
         rows: int64 [G].
         places: int64 [G], where in ``part`` they lie; None: as they come.
     """
