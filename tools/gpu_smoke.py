@@ -1,10 +1,10 @@
 """Short runs on one and two GPUs that must agree: ``gpu_smoke.py OUT.json [RUN ...] [KEY=VALUE ...]``.
 
 The same 20 steps of quickstart's model in float32: one GPU; two GPUs by csbp, context and block, or sharing heads
-(tp); csbp and tp with compiled layers and selective checkpointing; csbp with bfloat16 compute beside one GPU with it.
-Prints and records the largest relative difference of losses and gradient norms from the one-GPU run. With RUN, a part
-of a run's name, only such runs and those that they are compared with are made; in OUT.json they take the place of older
-ones of that name.
+(tp); csbp and tp with compiled layers and selective checkpointing; csbp with bfloat16 compute beside one GPU with it,
+and a deterministic run twice, which must be the same to the last bit. Prints and records the largest relative
+difference of losses and gradient norms from the one-GPU run. With RUN, a part of a run's name, only such runs and those
+that they are compared with are made; in OUT.json they take the place of older ones of that name.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 from csbp.observe.metrics import METRICS, read_records
 
+DETERMINISTIC = ["parallel.nproc=2", "train.dtype=bfloat16", "train.deterministic=true"]
 RUNS: dict[str, tuple[str, list[str]]] = {
     "one": ("one", ["parallel.nproc=1"]),
     "csbp": ("one", ["parallel.nproc=2"]),
@@ -36,6 +37,8 @@ RUNS: dict[str, tuple[str, list[str]]] = {
     "one, bfloat16": ("one, bfloat16", ["parallel.nproc=1", "train.dtype=bfloat16"]),
     "csbp, bfloat16, compiled": ("one, bfloat16", ["parallel.nproc=2", "train.dtype=bfloat16",
                                                    "parallel.compile=true"]),
+    "deterministic": ("deterministic", DETERMINISTIC),
+    "deterministic, again": ("deterministic", DETERMINISTIC),
 }
 COMMON = ["experiment=quickstart", "parallel.device=cuda", "train.steps=20", "train.eval_every=0",
           "train.sample_every=0", "train.packs_per_step=2", "checkpoint.export=false", "checkpoint.every=0",
@@ -87,7 +90,8 @@ def main(out: Path, words: list[str]) -> int:
             rows.append(row)
             print(json.dumps(row), flush=True)
             record(out, rows)
-    return any("error" in row for row in rows)
+    return any("error" in row or row["name"].endswith("again") and row["loss_difference"] + row["grad_norm_difference"]
+               for row in rows)
 
 
 def record(out: Path, rows: list[dict[str, Any]]) -> None:
