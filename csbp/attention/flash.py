@@ -21,6 +21,7 @@ from csbp.comm.upload import upload
 
 # A kernel's last tile of rows reads bounds past the mask's end.
 _MORE_ROWS = 256
+_ROW_BYTES = 8  # of a head's query, its output's gradient and, in float32, its own, for each dim
 
 
 def unusable(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int, deterministic: bool) -> str:
@@ -49,12 +50,26 @@ def _hopper() -> Any:
 
 @dataclass(frozen=True)
 class _Bound:
-    """A mask as a kernel takes it: int32 [S, 4] and more rows of bounds, what its tiles visit, and (backward) how many
-    thread blocks as long as the longest a head of keys is worth, 0 where heads of a group must not go together."""
+    """A mask as a kernel takes it.
+
+    Attributes:
+        bounds: int32 [S, 4] and more rows.
+        visits: what its tiles visit.
+        rows: that see a tile of keys, in the mean. Of a backward, as the next.
+        abreast: how many thread blocks as long as the longest a head of keys is worth; 0 where a grid cannot hold them.
+    """
 
     bounds: Tensor
     visits: Any
+    rows: float = 0.0
     abreast: float = 0.0
+
+    def by_group(self, heads: int, key_heads: int, dim: int) -> bool:
+        """Whether a thread block of the backward sees to all query heads of a group."""
+        group, kernels = heads // key_heads, _hopper()
+        # Else thread blocks of all heads of a group, of which there are fewer and longer ones, leave processors idle.
+        return (group > 1 and self.abreast * key_heads >= kernels.PROCESSORS
+                and self.rows * group * dim * _ROW_BYTES <= kernels.CACHED)
 
 
 def _bind_forward(mask: IntervalMask, num_keys: int, dims: tuple[int, int]) -> _Bound:
@@ -67,9 +82,9 @@ def _bind_backward(mask: IntervalMask, num_keys: int, dims: tuple[int, int]) -> 
     tile, device = _hopper().backward_tile(*dims), mask.prefix_start.device
     by_key = key_visits(row_visits(mask.host, num_keys, tile), -(-num_keys // tile[1]), *_hopper().KEY_RUNS)
     seen_by = by_key.partial.count + by_key.full.count
-    together = seen_by.mean() * tile[0] <= _hopper().FEW_ROWS and len(seen_by) <= _hopper().MOST_TILES
+    abreast = seen_by.sum() / max(seen_by.max(), 1) if len(seen_by) <= _hopper().MOST_TILES else 0
     return _Bound(mask.remembered("flash bounds", lambda: _bounds(mask.host, device)), _tables(by_key, tile, device),
-                  together * float(seen_by.sum() / max(seen_by.max(), 1)))
+                  float(seen_by.mean() * tile[0]), float(abreast))
 
 
 def _bounds(ranges: Ranges, device: torch.device) -> Tensor:
@@ -110,13 +125,11 @@ def backward(dout_SND: Tensor, q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, out_
         return torch.zeros_like(q_SND), torch.zeros_like(k_TKD), torch.zeros_like(v_TKD)
     dims = k_TKD.shape[2], v_TKD.shape[2]
     bound = mask.remembered(("flash backward", len(k_TKD), dims), lambda: _bind_backward(mask, len(k_TKD), dims))
-    # Else thread blocks of all heads of a group, of which there are fewer and longer ones, leave processors idle.
-    by_group = k_TKD.shape[1] < q_SND.shape[1] and bound.abreast * k_TKD.shape[1] >= _hopper().PROCESSORS
+    by_group = bound.by_group(q_SND.shape[1], *k_TKD.shape[1:])
     with _hopper().told_runs(by_group) as library:
         dq, dk, dv = library._flash_attn_bwd(
             q_SND[None], k_TKD[None], v_TKD[None], out_SND[None], dout_SND[None], lse_SN.t()[None].contiguous(),
             softmax_scale=scale, mask_mod=_hopper().visible_to_group if by_group else _hopper().visible,
-            aux_tensors=[bound.bounds],
-            block_sparse_tensors=bound.visits,
+            aux_tensors=[bound.bounds], block_sparse_tensors=bound.visits,
             dlse=None if dlse_SN is None else dlse_SN.float().t()[None].contiguous())
     return dq[0], dk[0], dv[0]

@@ -35,8 +35,9 @@ from csbp.attention import hopper_heads
 RELEASE = "4.0.0b36"
 # The most runs of partial and of full tiles that a tile of rows, and a tile of keys, is told.
 ROW_RUNS, KEY_RUNS = (4, 2), (6, 3)
-# The most rows that see a tile of keys, in the mean, where a backward by groups of heads is faster.
-FEW_ROWS = 4096
+# The most bytes of query rows of a group (their queries, their outputs' gradients and their own) that see a tile of
+# keys, in the mean, where a backward by groups of heads is faster: a few such tiles' rows stay in the cache.
+CACHED = 16 << 20
 # The most tiles of keys that a grid of such thread blocks can have, and how many run at once on the largest GPU.
 MOST_TILES, PROCESSORS = 65535, 132
 

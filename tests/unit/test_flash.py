@@ -98,7 +98,7 @@ def _told_runs(by_group: bool = False) -> Iterator[Kernels]:
 @pytest.fixture
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = SimpleNamespace(forward_tile=lambda *dims: (16, 8), backward_tile=lambda *dims: (8, 16),
-                              KEY_RUNS=(6, 3), FEW_ROWS=40, MOST_TILES=32, PROCESSORS=50,
+                              KEY_RUNS=(6, 3), CACHED=40 * 64, MOST_TILES=32, PROCESSORS=50,
                               BlockSparseTensorsTorch=Visits, visible="to head", visible_to_group="to group",
                               told_runs=_told_runs)
     monkeypatch.setattr(flash, "_hopper", lambda: kernels)
