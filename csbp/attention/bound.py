@@ -14,7 +14,6 @@ from csbp.attention.core import Backend, get_backend
 from csbp.attention.guests import BoundGuests, outgoing
 from csbp.attention.mask import IntervalMask
 from csbp.attention.merge import Pair
-from csbp.attention.reference import compute_dtype
 from csbp.attention.sums import Returning, total
 from csbp.comm.buffers import Buffers
 from csbp.comm.transport import Outgoing
@@ -118,13 +117,12 @@ class BoundKind:
         Args:
             parts: gradients of K and of V, [R, K, D] each, to be added.
         """
-        wire, wide, width = self.wire or key.dtype, compute_dtype(key.dtype), key.shape[2]
+        wire, width = self.wire or key.dtype, key.shape[2]
         rows = self.memory.take((len(stage.to_global), key.shape[1], width + value.shape[2]), wire)
         if not parts:
             rows.zero_()
         for place, side in zip((rows[..., :width], rows[..., width:]), zip(*parts, strict=True), strict=False):
-            total = side[0] if len(side) == 1 else side[0].to(wide) + side[1]
-            place[stage.to_global] = total.to(wire)
+            place[stage.to_global] = total(side, wire)
         return outgoing(rows, stage.receive_counts, stage.sent.counts, "gradients", self.memory)
 
     @staticmethod

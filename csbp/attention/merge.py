@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Pair = tuple[Tensor, Tensor]  # (out [S, N, D], lse [S, N]); a row that saw nothing has out 0 and lse -inf
+Pair = tuple[Tensor, Tensor]  # here (out [S, N, D], lse [S, N]); elsewhere also what belongs to keys and values
 
 
 def merge(parts: list[Pair]) -> Pair:
     """Join attention over disjoint key sets.
 
     Args:
-        parts: (out, lse) of each set.
+        parts: (out, lse) of each set; a row that saw nothing has out 0 and lse -inf.
 
     Returns:
         (out, lse) over all of them, computed in the dtype of lse, out in the dtype of the first; lse is stored head

@@ -106,8 +106,8 @@ def backward_phases(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out
     for place, stage in enumerate(kind.stages):
         last = place == len(kind.stages) - 1
         keys = [kind.with_returned(stage, keys, (yield None), key.dtype if last else compute_dtype(key.dtype))]
-    dk, dv = keys[0] if len(keys) == 1 else (total(side, key.dtype) for side in zip(*keys, strict=True))
-    return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
+    dk, dv = (total(side, key.dtype) for side in zip(*keys, strict=True))
+    return dq.to(query.dtype), dk, dv
 
 
 def _queries(parts: list[Gradients], dq_far: Tensor | None) -> Tensor:

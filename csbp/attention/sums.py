@@ -52,15 +52,15 @@ def total(parts: Sequence[Tensor], dtype: torch.dtype, returning: Returning | No
         parts: the first of all own rows [S, K, D], the others of as many of the first as they have.
         returned: [G, K, D], by ``returning``.
     """
-    wide = compute_dtype(parts[0].dtype)
-    kernels = row_kernels(parts[0], wide)
-    if kernels is None or returning is not None and returning.first is None:
-        return _added(parts, wide, returning, returned).to(dtype)
     now, *others = parts
-    for part in others[:-1]:
-        now = kernels.add(now, part, None, None, wide)
     if not others and returned is None:
         return now.to(dtype)
+    wide = compute_dtype(now.dtype)
+    kernels = row_kernels(now, wide)
+    if kernels is None:
+        return _added(parts, wide, returning, returned).to(dtype)
+    for part in others[:-1]:
+        now = kernels.add(now, part, None, None, wide)
     return kernels.add(now, others[-1] if others else None, returning, returned, dtype)
 
 

@@ -15,8 +15,8 @@ from csbp.plan.travel import Exchange
 
 ACROSS_NODES = 8  # shares, where rows come from other nodes; within one they come faster than they are attended
 ROWS = 4096  # of a share, at least
-# A stage more halves nothing but what is waited for the first, and goes over all query rows once more. Both cost the
-# same at the root of this times received rows over query rows, at the rates of H200s.
+# With more stages less is waited for the first, and each goes over all query rows once more. At the rates of H200s the
+# root of this times received rows over query rows is best.
 _WORTH = 2
 
 
