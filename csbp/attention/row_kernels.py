@@ -48,6 +48,7 @@ def _join(out_ptr, lse_ptr, part_ptr, part_lse_ptr, into_ptr, rows_ptr, places_p
     x = tl.load(out_ptr + at, inside, 0.0).to(tl.float32)
     y = tl.load(part_ptr + theirs[:, None] * part_row + head * part_head + d, inside, 0.0).to(tl.float32)
     joined = x * (wa * share)[:, None] + y * (wb * share)[:, None]
+    tl.debug_barrier()  # every warp loads the lse that one of them stores
     tl.store(into_ptr + at, joined.to(into_ptr.dtype.element_ty), inside)
     tl.store(lse_at, top + tl.log(total), live)
 
@@ -85,6 +86,7 @@ def _add(now_ptr, other_ptr, back_ptr, first_ptr, place_ptr, into_ptr, heads, co
             more = low + turn < high
             place = tl.load(place_ptr + low + turn, more, 0).to(tl.int64)[:, None]
             x += tl.load(back_ptr + place * back_row + head * back_head + d, more[:, None] & inside, 0.0).to(tl.float32)
+    tl.debug_barrier()  # into may be now, which more than one thread loads where rows are short
     tl.store(into_ptr + row * into_row + head * into_head + d, x.to(into_ptr.dtype.element_ty), inside)
 
 

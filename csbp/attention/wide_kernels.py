@@ -111,6 +111,7 @@ def settle(p_ptr, table, top_ptr, sum_ptr, peak_ptr, total_ptr, carry_ptr, lse_p
         if tl.max(tl.max(below.to(tl.int32), 1), 0) > 0:
             for j in range(i, tl.minimum(i + MANY, count)):
                 _lower(p_ptr, at + j * BR, tl.load(top_ptr + at + j * BR + tl.arange(0, BR)), safe, BR, BC)
+    tl.debug_barrier()  # every warp loads the peaks and sums that one of them stores
     tl.store(peak_ptr + state, peak, inside)
     tl.store(total_ptr + state, total, inside)
     tl.store(carry_ptr + state, carry, inside)

@@ -106,6 +106,19 @@ class Grids(list[tuple[int, ...]]):
         return lambda *args, **more: None
 
 
+def in_place() -> None:
+    """Warps share the loads of what they overwrite: many rows, as a GPU runs thousands of programs at once."""
+    for dim in (64, 96, 128, 256):
+        whole, part = pair(40_000, 4, dim, torch.bfloat16), pair(40_000, 4, dim, torch.bfloat16)
+        wanted = merge([(whole[0].float(), whole[1]), (part[0].float(), part[1])])
+        before = whole[0].clone(), whole[1].clone()
+        for rows in (None, torch.randperm(40_000)):
+            whole = before[0].clone(), before[1].clone()
+            taken = part if rows is None else (part[0][rows], part[1][rows])
+            join(whole, taken, whole[0], rows, None)
+            check(whole, (wanted[0].double(), wanted[1].double()), 3e-2)
+
+
 def many_rows() -> None:
     """A GPU takes 65,535 programs in all dimensions of a grid but the first."""
     row_kernels._join, row_kernels._add = joins, adds = Grids(), Grids()
@@ -122,5 +135,7 @@ if __name__ == "__main__":
     torch.set_default_device(sys.argv[1])
     joined()
     added()
+    if sys.argv[1] == "cuda":
+        in_place()
     many_rows()
     print("agrees")

@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,6 +93,36 @@ def test_gradients_may_come_back_of_all_own_keys(kind: LayerKind, monkeypatch: p
     bind_kind(plan.kinds["full"], len(plan.rows.clean), "cpu", "reference", None, Buffers(reuse=False), stages=AT_ONCE,
               overlap=True)
     assert asked == [len(plan.rows.clean) + len(plan.rows.noised) * kind.noised]
+
+
+def _compiled(kernel: Any, dim: int, **flags: bool) -> str:
+    """A kernel's PTX for an H200, its tensors in bfloat16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from csbp.attention.row_kernels import ROWS
+
+    values: dict[str, int] = {"D": dim, "DIM": triton.next_power_of_2(dim), "ROWS": ROWS, **flags}
+    types = {"rows_ptr": "*i64", "places_ptr": "*i64", "first_ptr": "*i32", "place_ptr": "*i32"}
+    signature = {name: "constexpr" if name in values else "*fp32" if "lse_ptr" in name else
+                 types.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, (name, of) in enumerate(signature.items())
+               if of[0] == "*" or name.endswith(("_row", "_head")) and "lse" not in name}
+    source = ASTSource(kernel, signature, values, aligned)
+    return str(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("dim", [2, 64, 96, 256])
+def test_the_kernels_read_all_before_they_write_in_place(dim: int) -> None:
+    """Warps share loads of what they overwrite, which the interpreter cannot show."""
+    from csbp.attention.row_kernels import _add, _join
+
+    for kernel, flags in ((_join, {"CHOSEN": False, "PLACED": False}), (_join, {"CHOSEN": True, "PLACED": True}),
+                          (_add, {"OTHER": True, "BACK": True})):
+        code = _compiled(kernel, dim, **flags)
+        assert "bar.sync" in code[code.rindex("ld.global"):code.index("st.global")], (kernel, dim)
 
 
 @pytest.mark.parametrize("device", [
