@@ -3,8 +3,9 @@
 The same 20 steps of quickstart's model in float32: one GPU; two GPUs by csbp, context and block, or sharing heads
 (tp); csbp and tp with compiled layers and selective checkpointing; csbp with bfloat16 compute beside one GPU with it,
 and a deterministic run twice, which must be the same to the last bit. Prints and records the largest relative
-difference of losses and gradient norms from the one-GPU run. With RUN, a part of a run's name, only such runs and those
-that they are compared with are made; in OUT.json they take the place of older ones of that name.
+difference of losses and gradient norms from the one-GPU run. Several go at a time: two to three minutes for all. With
+RUN, a part of a run's name, only such runs and those that they are compared with are made; in OUT.json they take the
+place of older ones of that name.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +45,36 @@ RUNS: dict[str, tuple[str, list[str]]] = {
 COMMON = ["experiment=quickstart", "parallel.device=cuda", "train.steps=20", "train.eval_every=0",
           "train.sample_every=0", "train.packs_per_step=2", "checkpoint.export=false", "checkpoint.every=0",
           "observe.plot=false", "observe.progress=lines"]
+AT_ONCE = 5  # of these small runs; none is timed
 EXACT = ["attention.backend=reference"]  # float32 throughout
 
 
 def run(words: list[str], folder: Path) -> dict[str, Any]:
-    """One training run; its losses, gradient norms and steady step time."""
+    """One training run: its losses and gradient norms, or its error; and its seconds."""
     kernels = [] if "train.dtype=bfloat16" in words else EXACT
     command = [sys.executable, "-m", "csbp.cli", "train", *COMMON, *kernels, *words, f"run_dir={folder}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    if done.returncode:
-        return {"error": (done.stdout + done.stderr)[-1500:]}
+    started = time.time()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+        error = (done.stdout + done.stderr)[-1500:] if done.returncode else ""
+    except subprocess.TimeoutExpired as late:
+        error = str(late)
+    seconds = {"seconds": round(time.time() - started)}
+    if error:
+        return {"error": error} | seconds
     rows = read_records(folder / METRICS)
-    seconds = sorted(r["clean_tokens"] / r["tokens_per_second"] for r in rows[10:])
-    return {"losses": [r["loss"] for r in rows], "grad_norms": [r["grad_norm"] for r in rows],
-            "median_step_seconds": seconds[len(seconds) // 2]}
+    return {"losses": [r["loss"] for r in rows], "grad_norms": [r["grad_norm"] for r in rows]} | seconds
+
+
+def compared(name: str, found: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """The row of a run beside that which it is compared with."""
+    row = {"name": name, "compared_with": RUNS[name][0], "settings": RUNS[name][1], "date": time.strftime("%Y-%m-%d"),
+           "seconds": found["seconds"]}
+    if "error" in found or "error" in base:
+        return row | {"error": found.get("error", "what it is compared with has failed")}
+    return row | {"loss_difference": apart(found["losses"], base["losses"]),
+                  "grad_norm_difference": apart(found["grad_norms"], base["grad_norms"]),
+                  "last_loss": found["losses"][-1]}
 
 
 def apart(a: list[float], b: list[float]) -> float:
@@ -70,28 +88,17 @@ def main(out: Path, words: list[str]) -> int:
     words = [word for word in words if "=" in word]
     names = [name for name in RUNS if not wanted or any(word in name for word in wanted)]
     chosen = [name for name in RUNS if name in names or name in {RUNS[other][0] for other in names}]
-    found: dict[str, dict[str, Any]] = {}
     older = json.loads(out.read_text())["runs"] if out.exists() else []
     rows = [row for row in older if row["name"] in RUNS and row["name"] not in chosen]
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(AT_ONCE) as pool:
+        runs = {name: pool.submit(run, [*words, *RUNS[name][1]], Path(scratch) / str(i))
+                for i, name in enumerate(chosen)}
         for name in chosen:
-            base, own = RUNS[name]
-            started = time.time()
-            found[name] = run([*words, *own], Path(scratch) / name.replace(" ", "_").replace(",", ""))
-            row = {"name": name, "compared_with": base, "settings": own, "date": time.strftime("%Y-%m-%d"),
-                   "seconds": round(time.time() - started)}
-            if "error" in found[name]:
-                row |= found[name]
-            else:
-                row |= {"loss_difference": apart(found[name]["losses"], found[base]["losses"]),
-                        "grad_norm_difference": apart(found[name]["grad_norms"], found[base]["grad_norms"]),
-                        "last_loss": found[name]["losses"][-1],
-                        "median_step_seconds": found[name]["median_step_seconds"]}
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+            rows.append(compared(name, runs[name].result(), runs[RUNS[name][0]].result()))
+            print(json.dumps(rows[-1]), flush=True)
             record(out, rows)
-    return any("error" in row or row["name"].endswith("again") and row["loss_difference"] + row["grad_norm_difference"]
-               for row in rows)
+    return int(any("error" in row or row["name"].endswith("again")
+                   and row["loss_difference"] + row["grad_norm_difference"] for row in rows))
 
 
 def record(out: Path, rows: list[dict[str, Any]]) -> None:
