@@ -34,8 +34,10 @@ def run_rank(config: RunConfig, run_dir: Callable[[], Path], prepare_host: Calla
         The recipe's exit code.
     """
     from csbp.parallel.rendezvous import lost_peer
+    from csbp.parallel.repeatable import heed_determinism
     from csbp.parallel.runtime import start_runtime
 
+    heed_determinism(config)
     recipe = importlib.import_module(f"csbp.recipes.{config.recipe}")
     runtime = start_runtime(config.parallel, run_dir, prepare_host, pooled(config), shared_settings(config))
     try:

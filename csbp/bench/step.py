@@ -27,6 +27,7 @@ from csbp.errors import met_by_all
 from csbp.launch import before_ranks, started_ranks
 from csbp.models.registry import get_adapter
 from csbp.observe.accounting import utilisation
+from csbp.parallel.repeatable import heed_determinism
 from csbp.parallel.runtime import Runtime, choose_device, start_runtime
 from csbp.plan.estimate import DEVICES
 from csbp.plan.forecast import whole_pack
@@ -35,7 +36,7 @@ from csbp.plan.limits import check_ranks, check_size, check_split, check_windows
 from csbp.plan.shapes import model_shape
 from csbp.plan_cli import plan_result
 from csbp.train.ready import build_on_meta, check_kernels
-from csbp.train.session import build_model, heed_determinism, make_ready
+from csbp.train.session import build_model, make_ready
 from csbp.train.step import Noising, StepResult, Work
 
 COLUMNS = {"step_ms": "step ms", "step_iqr_ms": "IQR ms", "predicted_step_ms": "predicted",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,7 +68,6 @@ def open_session(config: RunConfig, runtime: Runtime) -> Session:
         ConfigError: something in the configuration cannot work with this tokenizer, data or model, or hosts have
             different ones.
     """
-    heed_determinism(config)
     adapter = get_adapter(config.model.family)
     tokenizer = run_tokenizer(config)
     streams = {split: open_stream(config.data, seed=config.seed, tokenizer=tokenizer, split=split)
@@ -131,13 +129,6 @@ def _weights_digest(model: nn.Module, read: bool) -> str:
             flat = value.flatten()
             digest.update(flat[::max(1, len(flat) // 1024)].double().cpu().numpy().tobytes())
     return digest.hexdigest()
-
-
-def heed_determinism(config: RunConfig) -> None:
-    """Allow only algorithms that repeat bit for bit, where the run asks for it. Comes before any work on the device."""
-    if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
 
 
 def make_ready(config: RunConfig, runtime: Runtime, adapter: ModelAdapter,
