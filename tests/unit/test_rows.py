@@ -95,17 +95,15 @@ def test_gradients_may_come_back_of_all_own_keys(kind: LayerKind, monkeypatch: p
     assert asked == [len(plan.rows.clean) + len(plan.rows.noised) * kind.noised]
 
 
-def _compiled(kernel: Any, dim: int, **flags: bool) -> str:
-    """A kernel's PTX for an H200, its tensors in bfloat16."""
+def _compiled(kernel: Any, **values: int) -> str:
+    """A kernel's PTX for an H200, outputs and gradients in bfloat16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from csbp.attention.row_kernels import ROWS
-
-    values: dict[str, int] = {"D": dim, "DIM": triton.next_power_of_2(dim), "ROWS": ROWS, **flags}
-    types = {"rows_ptr": "*i64", "places_ptr": "*i64", "first_ptr": "*i32", "place_ptr": "*i32"}
-    signature = {name: "constexpr" if name in values else "*fp32" if "lse_ptr" in name else
+    types = {"rows_ptr": "*i64", "places_ptr": "*i64", "first_ptr": "*i32", "place_ptr": "*i32", "lse_ptr": "*fp32",
+             "part_lse_ptr": "*fp32"}
+    signature = {name: "constexpr" if name in values else
                  types.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, (name, of) in enumerate(signature.items())
                if of[0] == "*" or name.endswith(("_row", "_head")) and "lse" not in name}
@@ -114,15 +112,16 @@ def _compiled(kernel: Any, dim: int, **flags: bool) -> str:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("dim", [2, 64, 96, 256])
-def test_the_kernels_read_all_before_they_write_in_place(dim: int) -> None:
+def test_kernels_read_all_before_they_write_in_place() -> None:
     """Warps share loads of what they overwrite, which the interpreter cannot show."""
-    from csbp.attention.row_kernels import _add, _join
+    from csbp.attention.row_kernels import ROWS, _add, _join
 
-    for kernel, flags in ((_join, {"CHOSEN": False, "PLACED": False}), (_join, {"CHOSEN": True, "PLACED": True}),
-                          (_add, {"OTHER": True, "BACK": True})):
-        code = _compiled(kernel, dim, **flags)
-        assert "bar.sync" in code[code.rindex("ld.global"):code.index("st.global")], (kernel, dim)
+    for dim in (2, 64, 96, 256):
+        size = {"D": dim, "DIM": 1 << (dim - 1).bit_length(), "ROWS": ROWS}
+        for kernel, flags in ((_join, {"CHOSEN": 0, "PLACED": 0}), (_join, {"CHOSEN": 1, "PLACED": 1}),
+                              (_add, {"OTHER": 1, "BACK": 1})):
+            code = _compiled(kernel, **size, **flags)
+            assert "bar.sync" in code[code.rindex("ld.global"):code.index("st.global")], (kernel, dim)
 
 
 @pytest.mark.parametrize("device", [
