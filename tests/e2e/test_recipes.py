@@ -99,10 +99,10 @@ def test_the_shipped_model_is_small_and_loads() -> None:
 @pytest.mark.timeout(600)
 def test_quickstart_has_the_same_losses_on_any_number_of_ranks(tmp_path: Path) -> None:
     found = []
-    for nproc in (1, 2, 3, 4):
+    for nproc in (1, 3, 4):
         run = tmp_path / str(nproc)
         subprocess.run([str(Path(sys.executable).parent / "csbp"), "train", "experiment=quickstart", f"run_dir={run}",
-                        f"parallel.nproc={nproc}", "train.steps=5", "train.eval_packs=2"], check=True, timeout=300)
+                        f"parallel.nproc={nproc}", "train.steps=3", "train.eval_packs=1"], check=True, timeout=300)
         found.append(losses(run))
         summary = json.loads((run / "summary.json").read_text())
         assert summary["eval_loss_after"] < summary["eval_loss_before"]

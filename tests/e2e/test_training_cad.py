@@ -45,7 +45,7 @@ def check(found: Path, without: Path) -> None:
     np.testing.assert_allclose(losses(found), losses(without), rtol=1e-5)
     norms = [[row["grad_norm"] for row in steps_of(folder)] for folder in (found, without)]
     np.testing.assert_allclose(*norms, rtol=1e-4)
-    assert any(a["wire_bytes"] != b["wire_bytes"] for a, b in zip(steps_of(found), steps_of(without), strict=True))
+    assert any(row["cad_bytes"] for row in steps_of(found))
 
 
 @pytest.mark.parametrize("pool", ["csbp", "dp"])
@@ -79,9 +79,9 @@ def test_goes_on_without_and_over_replicas(ranks: Any, corpus: Path, tmp_path: P
     np.testing.assert_allclose(losses(tmp_path), losses(without), rtol=1e-5)
 
 
-@pytest.mark.timeout(900)  # compiling for four ranks at once
-@pytest.mark.parametrize("pool", ["csbp", "dp"])
-def test_compiled_layers_agree(ranks: Any, corpus: Path, tmp_path: Path, without: Path, pool: str) -> None:
-    asked = run(corpus, tmp_path, cad=cad(corpus, pool), parallel={"csbp": 2, "compile": True})
-    assert ranks(4, train_here, asked, timeout=800) == [0] * 4
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("pool", "csbp"), [("csbp", 2), ("dp", 1)])
+def test_compiled_layers_agree(ranks: Any, corpus: Path, tmp_path: Path, without: Path, pool: str, csbp: int) -> None:
+    asked = run(corpus, tmp_path, cad=cad(corpus, pool), parallel={"csbp": csbp, "compile": True})
+    assert ranks(2, train_here, asked, timeout=800) == [0] * 2
     check(tmp_path, without)
