@@ -73,6 +73,19 @@ def joined() -> None:
     join(pair(0, 2, 8, torch.float32), pair(0, 2, 8, torch.float32), torch.empty(0, 2, 8), None, None)
 
 
+def in_place() -> None:
+    """Warps share the loads of what they overwrite: many rows, as a GPU runs thousands of programs at once."""
+    for dim in (64, 96, 128, 256):
+        whole, part = pair(40_000, 4, dim, torch.bfloat16), pair(40_000, 4, dim, torch.bfloat16)
+        wanted = merge([(whole[0].float(), whole[1]), (part[0].float(), part[1])])
+        before = whole[0].clone(), whole[1].clone()
+        for rows in (None, torch.randperm(40_000)):
+            whole = before[0].clone(), before[1].clone()
+            taken = part if rows is None else (part[0][rows], part[1][rows])
+            join(whole, taken, whole[0], rows, None)
+            check(whole, (wanted[0].double(), wanted[1].double()), 3e-2)
+
+
 def added() -> None:
     """Against the sum in float64, also of rows that many ranks return or none."""
     random = np.random.default_rng(0)
@@ -104,19 +117,6 @@ class Grids(list[tuple[int, ...]]):
     def __getitem__(self, grid: Any) -> Any:
         self.append(grid)
         return lambda *args, **more: None
-
-
-def in_place() -> None:
-    """Warps share the loads of what they overwrite: many rows, as a GPU runs thousands of programs at once."""
-    for dim in (64, 96, 128, 256):
-        whole, part = pair(40_000, 4, dim, torch.bfloat16), pair(40_000, 4, dim, torch.bfloat16)
-        wanted = merge([(whole[0].float(), whole[1]), (part[0].float(), part[1])])
-        before = whole[0].clone(), whole[1].clone()
-        for rows in (None, torch.randperm(40_000)):
-            whole = before[0].clone(), before[1].clone()
-            taken = part if rows is None else (part[0][rows], part[1][rows])
-            join(whole, taken, whole[0], rows, None)
-            check(whole, (wanted[0].double(), wanted[1].double()), 3e-2)
 
 
 def many_rows() -> None:

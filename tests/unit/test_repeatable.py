@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from runs import make_corpus, tiny_run
-from torch._inductor import config as inductor
 
 from csbp.parallel import runtime
 from csbp.worker import run_rank
@@ -17,7 +16,9 @@ from csbp.worker import run_rank
 
 @pytest.fixture(autouse=True)
 def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    from torch._inductor import config as inductor
+
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that what the run sets is taken back
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     with inductor.patch(deterministic=False):
         yield
@@ -29,6 +30,8 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ({"parallel": {"tp": 2}}, False, False), ({"parallel": {"tp": 2, "compile": True}}, False, True)])
 def test_comes_before_ranks_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: dict[str, Any], fixed: bool,
                                  untimed: bool) -> None:
+    from torch._inductor import config as inductor
+
     class Met(Exception):
         pass
 
