@@ -24,6 +24,7 @@ from csbp.attention.tiles import Runs, row_visits
 from csbp.comm.upload import upload
 
 _TILE = (128, 128)
+_FAR = 2**31
 
 
 def unusable(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> str:
@@ -41,6 +42,12 @@ def unusable(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: 
 _OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 # Tiles of wide heads that fit into a GPU's shared memory; torch's own do not.
 _WIDE = {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_M1": 32, "BLOCK_N1": 32, "BLOCK_M2": 32, "BLOCK_N2": 32, "num_stages": 1}
+
+
+def near(x_SND: Tensor) -> Tensor:
+    """The same, in a copy with the rows of a head side by side where rows lie further apart than 32 bits count:
+    FlexAttention's backward counts so from a head's first row to any other."""
+    return x_SND if len(x_SND) * x_SND.stride(0) < _FAR else x_SND.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 @functools.cache
@@ -77,7 +84,7 @@ def attend(q_SND: Tensor, k_TKD: Tensor, v_TKD: Tensor, mask: IntervalMask, scal
     """As ``reference.forward``, differentiable by FlexAttention's own backward."""
     blocks = mask.remembered(("flex", len(k_TKD)), lambda: block_mask(mask, len(k_TKD)))
     call = _compiled() if q_SND.is_cuda else cast(Callable[..., Any], flex_attention)
-    out, aux = call(*(x.transpose(0, 1)[None] for x in (q_SND, k_TKD, v_TKD)), block_mask=blocks, scale=scale,
+    out, aux = call(*(near(x).transpose(0, 1)[None] for x in (q_SND, k_TKD, v_TKD)), block_mask=blocks, scale=scale,
                     enable_gqa=q_SND.shape[1] != k_TKD.shape[1], return_aux=AuxRequest(lse=True),
                     kernel_options=_OPTIONS | (_WIDE if max(q_SND.shape[2], v_TKD.shape[2]) > 256 else {}))
     return out[0].transpose(0, 1), aux.lse[0].t()

@@ -40,14 +40,19 @@ def test_a_document_is_what_it_is_alone(backend: str, device: str, documents: in
     inputs = [torch.randn(2 * clean, n, dim, device=device, dtype=torch.bfloat16)
               for n in (heads, kv_heads, kv_heads, heads)]
     assert device == "cpu" or inputs[0].numel() > 2**31
+    some = torch.arange(LENGTH, device=device) + LENGTH * torch.tensor(
+        [[0], [documents // 2], [documents - 1]], device=device)
+    some = torch.cat([some, clean + some], 1)
+    # The short ones first: what is compiled for them must not serve the long one.
+    alone = [attend(1, [x[rows] for x in inputs], backend) for rows in some]
     whole = attend(documents, inputs, backend)
-    for document in (0, documents // 2, documents - 1):
-        rows = torch.arange(document * LENGTH, (document + 1) * LENGTH, device=device)
-        rows = torch.cat([rows, clean + rows])
-        alone = attend(1, [x[rows] for x in inputs], backend)
-        for name, found, wanted in zip(("out", "dq", "dk", "dv"), whole, alone, strict=True):
-            error = ((found[rows].float() - wanted.float()).norm() / wanted.float().norm()).item()
-            assert error < 3e-3, (name, document)
+    wrong = {}
+    for rows, wanted in zip(some, alone, strict=True):
+        for name, found, want in zip(("out", "dq", "dk", "dv"), whole, wanted, strict=True):
+            error = ((found[rows].float() - want.float()).norm() / want.float().norm()).item()
+            if not error < 3e-3:
+                wrong[name, int(rows[0]) // LENGTH] = error
+    assert not wrong
 
 
 @pytest.mark.parametrize(("device", "rows"), [("cpu", 1000), pytest.param("cuda", 600_000, marks=pytest.mark.gpu)])

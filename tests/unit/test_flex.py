@@ -93,3 +93,39 @@ def test_no_rows_and_no_keys() -> None:
     out, lse = flex.forward(q, k, k, empty, 1.0)
     assert out.shape == (0, 4, 16) and lse.shape == (0, 4)
     assert all(not g.any() for g in flex.backward(out, q, k, k, out, lse, empty, 1.0))
+
+
+@pytest.mark.parametrize("far", [2**31, 4000])
+def test_rows_of_a_head_are_near_where_32_bits_would_not_do(far: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention gets q, k, v as they are or, where rows are far apart, head by head, as the gradient of out ever is."""
+    apart: list[int] = []
+
+    class Noting(torch.autograd.Function):
+        """Notes how far apart the rows of a gradient are."""
+
+        @staticmethod
+        def forward(ctx: object, out: Tensor) -> Tensor:
+            return out.view_as(out)
+
+        @staticmethod
+        def backward(ctx: object, dout: Tensor) -> Tensor:  # type: ignore[override]
+            apart.append(dout.stride(2))
+            return dout
+
+    def stand_in(q: Tensor, k: Tensor, v: Tensor, **kwargs: object) -> tuple[Tensor, SimpleNamespace]:
+        apart.extend(x.stride(2) for x in (q, k, v))
+        out, lse = interval_attention(*(x[0].transpose(0, 1) for x in (q, k, v)), mask, scale=0.3)
+        return Noting.apply(out.transpose(0, 1)[None]), SimpleNamespace(lse=lse.t()[None])
+
+    monkeypatch.setattr(flex, "_FAR", far)
+    monkeypatch.setattr(flex, "flex_attention", stand_in)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(100, 4, 16), torch.randn(50, 2, 16), torch.randn(50, 2, 16)  # 6400 and 1600 numbers
+    mask = IntervalMask.from_arrays(*(np.full(100, bound) for bound in (0, 30, 30, 50)))
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = flex.attend(*inputs, mask, 0.3)
+    dout = torch.randn(out.shape)
+    found = torch.autograd.grad(out, inputs, dout)
+    assert apart == ([64, 32, 32, 16] if far == 2**31 else [16, 32, 32, 16])
+    for a, b in zip(found, reference.backward(dout, q, k, v, out, lse, mask, 0.3), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
