@@ -97,7 +97,7 @@ def test_no_rows_and_no_keys() -> None:
 
 @pytest.mark.parametrize("far", [2**31, 4000])
 def test_rows_of_a_head_are_near_where_32_bits_would_not_do(far: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention gets q, k, v as they are or, where rows are far apart, head by head, as the gradient of out ever is."""
+    """FlexAttention gets q, k, v as they are or, where rows are far apart, head by head; out's gradient always so."""
     apart: list[int] = []
 
     class Noting(torch.autograd.Function):
