@@ -43,7 +43,7 @@ def exact_bytes(shape: ModelShape, counts: PlanCounts, *, checkpointing: str, it
     """What each rank receives and sends in one step, by kind of layer (see ``wire``).
 
     Args:
-        checkpointing: "none", "full" or "attention"; full checkpointing runs the forward once more.
+        checkpointing: "none", "matmuls", "attention" or "full"; full checkpointing runs the forward once more.
         itemsize: bytes of a number of Q, K and V on the wire.
         gradient_itemsize: the same of dQ, dK and dV; None: as the keys.
     """

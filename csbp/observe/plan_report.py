@@ -10,11 +10,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from csbp.config.schema import CHECKPOINTING
 from csbp.observe.accounting import block_over_csbp
 from csbp.observe.amounts import bytes_text, counted, parameters_text, seconds_text
 from csbp.observe.cad_report import cad_columns, cad_json, cad_table, cad_title, cad_words
 from csbp.observe.plan_result import PlanResult
 from csbp.plan.counts import count_plan
+from csbp.plan.estimate import predict_memory
 from csbp.plan.forecast import contiguous, layer_pairs, max_over_mean_pairs
 from csbp.plan.lengths import distribution
 from csbp.plan.remedies import fullest, remedies
@@ -86,7 +88,8 @@ def show(result: PlanResult, console: Console | None = None) -> None:
     split = result.settings.tp > 1
     mesh = f"dp={chosen.replicas} x csbp={chosen.ranks}" + (f" x tp={result.settings.tp}" if split else "")
     out.print(f"  parallel.kind={result.kind}: {mesh}, {counted(result.packs_per_step, 'pack')} a step, "
-              f"checkpointing {result.settings.checkpointing}{', offloaded' * result.settings.offload}")
+              f"checkpointing {result.settings.checkpointing}{', offloaded' * result.settings.offload}"
+              f"{', compiled' * result.settings.compiled}")
     for line in _documents(result):
         out.print("  " + line, markup=False)
     out.print()
@@ -169,9 +172,24 @@ def verdict(result: PlanResult) -> list[str]:
         best = max(fitting, key=lambda kind: result.tokens_per_second(result.found[kind]))
         lines.append(f"Fastest of those that fit: {_settings(result, best)}, "
                      f"{result.tokens_per_second(result.found[best]):,.0f} tokens/s.")
+        lines += _room(result)
     else:
         lines += _what_helps(result)
     return lines
+
+
+def _room(result: PlanResult) -> list[str]:
+    """What keeps most for the backward of all for which the run has room, if that is not what it asks for."""
+    chosen, settings, device = result.chosen, result.settings, result.device
+    if settings.offload or not np.isfinite(device.memory):
+        return []
+    for policy in CHECKPOINTING[:CHECKPOINTING.index(settings.checkpointing)]:
+        memory = predict_memory(result.case.shape, chosen.counts, chosen.loss_rows,
+                                replace(settings, checkpointing=policy)).total.max()
+        if memory <= device.memory:
+            return [f"There is room for parallel.checkpointing={policy}, which computes less again: "
+                    f"{bytes_text(float(memory))} of {bytes_text(device.memory)}."]
+    return []
 
 
 def _settings(result: PlanResult, kind: str) -> str:

@@ -12,10 +12,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import csbp.attention.operator  # noqa: F401  (registers the op that the policy names)
 
+# Attention is the dearest thing to run twice, and the smallest to keep: one row of output and a number.
+_ATTENTION = {torch.ops.csbp.attend.default}
+_PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")}
+_KEPT = {"attention": _ATTENTION, "matmuls": _ATTENTION | _PRODUCTS}
 
-def _keep_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Attention is the dearest thing to run twice, and the smallest to keep: one row of output and a number."""
-    return CheckpointPolicy.MUST_SAVE if op is torch.ops.csbp.attend.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+def _keep(kept: set[Any], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def apply_checkpointing(units: Sequence[nn.Module], policy: str) -> None:
@@ -23,8 +27,9 @@ def apply_checkpointing(units: Sequence[nn.Module], policy: str) -> None:
 
     Args:
         units: usually the decoder layers; call this before they are compiled or sharded.
-        policy: "none", "full" (keep a unit's input, compute the rest again) or "attention" (keep attention's
-            output and log-sum-exp too). Gradients are the same bit for bit.
+        policy: "none", "full" (keep a unit's input, compute the rest again), "attention" (keep attention's
+            output and log-sum-exp too) or "matmuls" (and what matrix products give). Gradients are the same bit
+            for bit.
     """
     if policy != "none":
         for unit in units:
@@ -35,5 +40,5 @@ def _forward(inner: Any, policy: str, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return inner(*args, **kwargs)
     named: dict[str, Any] = {} if policy == "full" else {
-        "context_fn": partial(create_selective_checkpoint_contexts, _keep_attention)}
+        "context_fn": partial(create_selective_checkpoint_contexts, partial(_keep, _KEPT[policy]))}
     return checkpoint(inner, *args, use_reentrant=False, preserve_rng_state=False, **named, **kwargs)

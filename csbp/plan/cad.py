@@ -17,6 +17,7 @@ from csbp.plan.estimate import DEVICES, Device
 from csbp.plan.plan import PackPlan
 from csbp.plan.priced import KindSeconds, kind_seconds
 from csbp.plan.profiles import load_profile
+from csbp.plan.seconds import key_trips, product_runs
 from csbp.plan.shapes import AttentionLayers, ModelShape
 from csbp.plan.split import split_shape
 from csbp.plan.tasks import Moves
@@ -162,7 +163,6 @@ def cad_of(config: RunConfig, shape: ModelShape, device: str) -> Cad | None:
     item, own = 2 if config.train.dtype == "bfloat16" else 4, split_shape(shape, tp)
     cost = load_profile(device if cad.profile == "auto" else cad.profile, "cad.profile")
     most = [None if mib is None else mib << 20 for mib in (cad.max_send_mib, cad.max_receive_mib, cad.max_buffer_mib)]
-    runs = 3 + (parallel.checkpointing != "none")  # of a matrix product in a step: forwards, and a backward of two
     return Cad(CadSettings(cad.tolerance, cad.min_gain, cad.ship_queries, *most), cost, own, item,
-               4 if parallel.gradient_wire == "float32" else item, 1 + (parallel.checkpointing == "full"), speeds, tp,
-               own.row_flops * runs / speeds.linear, parallel.exchange_stages)
+               4 if parallel.gradient_wire == "float32" else item, key_trips(parallel.checkpointing) - 1, speeds, tp,
+               own.row_flops * product_runs(parallel.checkpointing) / speeds.linear, parallel.exchange_stages)

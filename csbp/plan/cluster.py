@@ -19,7 +19,7 @@ from csbp.plan.ownership import Ownership
 from csbp.plan.plan import PackPlan
 from csbp.plan.priced import attention_passes, row_pace, similar_passes
 from csbp.plan.ranges import index_of
-from csbp.plan.seconds import Passes, Seconds, key_trips
+from csbp.plan.seconds import Passes, Seconds, key_trips, product_runs
 from csbp.plan.wire import layer_bytes, received_rows
 
 # csbp with core attention disaggregation; csbp; both streams zig-zag over a replica's ranks; whole documents on ranks.
@@ -125,7 +125,7 @@ def _whole_documents(plan: PackPlan, cluster: Cluster) -> Ownership:
     times = attention_passes(replace(plan, world=len(tokens), owners=Ownership(cells, geometry.block_document)),
                              cluster.cad)
     rows = tokens + np.bincount(geometry.block_document, np.diff(geometry.block_starts), len(tokens))
-    seconds = rows * float(shape.row_flops) * (3 + (settings.checkpointing != "none")) / cluster.device.linear
+    seconds = rows * float(shape.row_flops) * product_runs(settings.checkpointing) / cluster.device.linear
     for part in shape.attention:
         time: Passes = times[part.kind.name]
         seconds += part.count * ((key_trips(settings.checkpointing) - 1) * time.forward + time.backward)

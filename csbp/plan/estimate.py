@@ -16,8 +16,8 @@ from csbp.plan.split import split_shape
 from csbp.plan.wire import buffer_bytes, row_bytes
 
 # Beside the inputs and outputs of its matrices, a layer keeps norms, rotated queries and keys and the activation
-# function for its backward; about half as much again.
-_BESIDE_LINEAR = 1.5
+# function for its backward, about half as much again; a compiled layer computes most of that again.
+_BESIDE_LINEAR = {False: 1.5, True: 1.0}
 _LOGIT_BYTES = 256 << 20  # of the logits that exist at once, where no number of rows is asked for
 _LOGIT_ROWS = 64  # and then rows come in multiples of this
 _MASTER = 4  # bytes of a float32 number: weights, gradients, and twice for AdamW
@@ -81,7 +81,7 @@ class Settings:
 
     Attributes:
         world: all ranks of the run; weights are sharded over those of one copy.
-        checkpointing: "none", "full" or "attention", as ``parallel.checkpointing``.
+        checkpointing: "none", "matmuls", "attention" or "full", as ``parallel.checkpointing``.
         itemsize: bytes of a number in the compute dtype, which is also what travels.
         logit_rows: rows whose logits exist at once; None: see the function of that name.
         offload: what is kept for the backward lies in CPU memory.
@@ -90,6 +90,7 @@ class Settings:
         copies: ``parallel.dp_replicate``, whole sets of the sharded weights.
         wide: heads of ``WIDE_DIMS`` go through the wide backend.
         stages: as ``parallel.exchange_stages``.
+        compiled: as ``parallel.compile``.
     """
 
     world: int
@@ -102,6 +103,7 @@ class Settings:
     copies: int = 1
     wide: bool = False
     stages: int | None = None
+    compiled: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, device: str) -> Settings:
@@ -110,7 +112,7 @@ class Settings:
         return cls(parallel.nproc, parallel.checkpointing, 2 if half else 4, config.train.logit_rows, parallel.offload,
                    4 if parallel.gradient_wire == "float32" else None, parallel.tp, parallel.dp_replicate,
                    wide=half and device == "h200" and config.attention.backend in ("auto", "wide"),
-                   stages=parallel.exchange_stages)
+                   stages=parallel.exchange_stages, compiled=parallel.compile)
 
 
 @dataclass(frozen=True)
@@ -178,11 +180,9 @@ def predict_memory(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray,
     shard = -(-has.total // shards)
     gathered = item * (has.ends + 2 * has.layer) if shards > 1 or item != _MASTER else 0
     layers = [_kept(shape, part, settings) for part in shape.attention]
-    counted = zip(shape.attention, layers, strict=True)
-    kept = 2 * max(layers) if settings.offload else sum(part.count * layer for part, layer in counted)
-    again = 0.0
-    if settings.checkpointing != "none":
-        again = max(_BESIDE_LINEAR * shape.row_width(part) * item for part in shape.attention)
+    kept = 2 * max(layers) if settings.offload else sum(
+        part.count * layer for part, layer in zip(shape.attention, layers, strict=True))
+    again = max(_whole(shape, part, settings) - layer for part, layer in zip(shape.attention, layers, strict=True))
     far = np.stack([_travelling(counts, part, settings) for part in shape.attention]).max(0)
     scores = np.stack([_scores(counts, part, settings) for part in shape.attention]).max(0)
     stays = np.stack([buffer_bytes(counts.kinds[part.kind.name], counts.clean, part, item, settings.gradient_itemsize)
@@ -222,7 +222,17 @@ def _kept(shape: ModelShape, part: AttentionLayers, settings: Settings) -> float
     """Bytes that one layer keeps for one row."""
     item = settings.itemsize
     if settings.checkpointing == "none":
-        return _BESIDE_LINEAR * shape.row_width(part) * item
+        return _whole(shape, part, settings)
     if settings.checkpointing == "full":
         return shape.hidden * item
-    return (shape.hidden + part.heads * part.head_dim) * item + part.heads * _MASTER
+    attention = (shape.hidden + part.heads * part.head_dim) * item + part.heads * _MASTER
+    if settings.checkpointing == "attention":
+        return attention
+    products = sum(outputs for _, outputs in shape.layer_linears(part, active=True))
+    # The last one's result no backward needs, and a compiler sees that.
+    return attention + item * (products - settings.compiled * shape.hidden)
+
+
+def _whole(shape: ModelShape, part: AttentionLayers, settings: Settings) -> float:
+    """Bytes of all that one layer makes of one row."""
+    return _BESIDE_LINEAR[settings.compiled] * shape.row_width(part) * settings.itemsize

@@ -68,6 +68,12 @@ def key_trips(checkpointing: str) -> int:
     return 3 if checkpointing == "full" else 2
 
 
+def product_runs(checkpointing: str) -> int:
+    """Matrix products of one step for each of a forward: it, the backward's two, and it again where its result was
+    not kept."""
+    return 3 if checkpointing in ("none", "matmuls") else 4
+
+
 def predict_seconds(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray, device: Device,
                     settings: Settings, *, attention: Mapping[str, Passes] | None = None,
                     pace: Mapping[str, Pace] | None = None) -> Seconds:
@@ -87,7 +93,7 @@ def predict_seconds(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray
     policy, item = settings.checkpointing, settings.itemsize
     told = split_bytes(shape, counts.rows, loss_rows, tp=settings.tp, checkpointing=policy, itemsize=item)
     shape = split_shape(shape, settings.tp)
-    runs_linear, forwards = 3 + (policy != "none"), key_trips(policy) - 1
+    runs_linear, forwards = product_runs(policy), key_trips(policy) - 1
     # Ranks of a tp axis are neighbours.
     link = device.near_link if len(counts.clean) * settings.tp <= device.node else device.far_link
     stages = Stages.choose(settings.stages, len(counts.clean) * settings.tp, device.node)

@@ -31,7 +31,7 @@ def split_bytes(shape: ModelShape, rows: np.ndarray, loss_rows: np.ndarray, *, t
     Args:
         shape: the whole model.
         rows, loss_rows: [N], rows that a rank computes, and those whose logits it needs.
-        checkpointing: "none", "full" or "attention".
+        checkpointing: "none", "matmuls", "attention" or "full".
     """
     sums = shape.layers * (4 + (checkpointing != "none")) + 1
     numbers = 2.0 * shape.hidden * (sums * rows + loss_rows)

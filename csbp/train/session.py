@@ -145,7 +145,7 @@ def make_ready(config: RunConfig, runtime: Runtime, adapter: ModelAdapter,
     cad = cad and replace(cad, device=replace(cad.device, node=runtime.node()))
     return (build_optimizer(model, config.optim),
             StepRunner(model, adapter, runtime, config.attention.backend, shape, config.train.logit_rows,
-                       native=not config.parallel.compile and config.parallel.checkpointing != "attention",
+                       native=not config.parallel.compile and config.parallel.checkpointing in ("none", "full"),
                        cad=cad, overlap=config.cad.overlap != "none"))
 
 

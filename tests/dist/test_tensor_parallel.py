@@ -139,8 +139,8 @@ def bytes_of_the_axis(packs, how, csbp, parallel):
     return sum(found), share.asked, [len(rows) for rows in share.rows]
 
 
-@pytest.mark.parametrize("checkpointing", ["none", pytest.param("full", marks=slow),
-                                           pytest.param("attention", marks=slow)])
+@pytest.mark.parametrize("checkpointing", ["none", *(pytest.param(policy, marks=slow)
+                                                     for policy in ("full", "attention", "matmuls"))])
 def test_planned_bytes_of_the_axis(ranks, checkpointing):
     """An evaluation of all logits follows the step: one more forward, without the rows of a loss."""
     told = ranks(2, bytes_of_the_axis, PACKS[:1], noising(4), 1, {"tp": 2, "checkpointing": checkpointing})

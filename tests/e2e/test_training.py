@@ -12,7 +12,7 @@ import pytest
 from cad import dear_profile
 from runs import ask_to_stop, at_step, final_weights, losses, make_corpus, steps_of, tiny_run, train_here
 
-from csbp.config.schema import RunConfig
+from csbp.config.schema import CHECKPOINTING, RunConfig
 from csbp.train.recorder import Recorder
 
 
@@ -181,9 +181,8 @@ def test_nans_without_end_stop_the_run(ranks: Any, corpus: Path, tmp_path: Path)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000001", "step-00000002"]
 
 
-KEEPING = [{"checkpointing": "attention"}, pytest.param({"checkpointing": "full"}, marks=slow),
-           pytest.param({"offload": True}, marks=slow),
-           pytest.param({"checkpointing": "attention", "offload": True}, marks=slow)]
+KEEPING = [{"checkpointing": "attention"}, {"checkpointing": "matmuls"}, {"checkpointing": "full"},
+           {"offload": True}, {"checkpointing": "attention", "offload": True}]
 
 
 @pytest.mark.slow
@@ -209,10 +208,10 @@ def keys_sent(config: Any) -> int:
 def test_attention_is_recomputed_only_where_asked(ranks: Any, corpus: Path, tmp_path: Path) -> None:
     """Keys travel once for each time attention runs, and once for its backward."""
     sent = {}
-    for policy in ("none", "attention", "full"):
+    for policy in CHECKPOINTING:
         run = tiny_run(corpus, tmp_path / policy, train={"steps": 2}, parallel={"checkpointing": policy})
         sent[policy] = sum(ranks(2, keys_sent, run))
-    assert sent["attention"] == sent["none"]
+    assert sent["attention"] == sent["matmuls"] == sent["none"]
     evaluations = 3 * sent["none"] - 2 * sent["full"]  # forward only, whatever the policy
     assert evaluations > 0 and 2 * (sent["full"] - evaluations) == 3 * (sent["none"] - evaluations)
 
@@ -220,9 +219,11 @@ def test_attention_is_recomputed_only_where_asked(ranks: Any, corpus: Path, tmp_
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_compiled_layers_agree(ranks: Any, corpus: Path, tmp_path: Path) -> None:
-    for name, how in (("plain", {}), ("compiled", {"compile": True, "checkpointing": "attention"})):
+    ways: dict[str, dict[str, Any]] = {"plain": {}} | {
+        policy: {"compile": True, "checkpointing": policy} for policy in ("attention", "matmuls")}
+    for name, how in ways.items():
         ranks(2, train_here, tiny_run(corpus, tmp_path / name, train={"steps": 4}, parallel=how), timeout=800)
-    np.testing.assert_allclose(losses(tmp_path / "compiled"), losses(tmp_path / "plain"), rtol=1e-5)
+        np.testing.assert_allclose(losses(tmp_path / name), losses(tmp_path / "plain"), rtol=1e-5)
 
 
 OBJECTIVES: list[dict[str, Any]] = [

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from csbp.attention.operator import BoundPlan
 from csbp.comm.loopback import LoopbackTransport, LoopbackWorld, run_threads
+from csbp.config.schema import CHECKPOINTING
 from csbp.observe.accounting import exact_bytes
 from csbp.parallel.activations import apply_checkpointing
 from csbp.plan.counts import count_plan
@@ -43,7 +44,7 @@ class Layer(nn.Module):
         return x + out.flatten(1)[:, :width]
 
 
-@pytest.mark.parametrize("policy", ["none", "attention", "full"])
+@pytest.mark.parametrize("policy", CHECKPOINTING)
 @pytest.mark.parametrize(("scheme", "exchange"), [*(("csbp", e) for e in EXCHANGES), ("context", "exact"),
                                                       MOVED])
 def test_predicted_bytes_are_sent(policy: str, scheme: str, exchange: str) -> None:

@@ -36,6 +36,23 @@ def test_the_report_says_what_a_step_and_the_mesh_are(capsys: pytest.CaptureFixt
     assert found["predicted_step_seconds"] == pytest.approx(3 * found["predicted_pack_seconds"])
 
 
+@pytest.mark.parametrize(("words", "policy"), [
+    ([], "none"), (["data.seq_len=131072"], "matmuls"), (["data.seq_len=524288"], "attention"),
+    (["parallel.checkpointing=matmuls", "data.seq_len=131072"], ""), (["parallel.offload=true"], ""),
+    (["data.seq_len=4194304"], ""), (["plan.device=cpu"], "")])
+def test_the_report_says_that_less_need_be_computed_again(capsys: pytest.CaptureFixture[str], words: list[str],
+                                                          policy: str) -> None:
+    """What keeps most of all that fits."""
+    words = ["experiment=nemotron_3b_sft", "data.seq_len=65536", "parallel.csbp=8", "parallel.checkpointing=full",
+             *words]
+    said = [line for line in answer(capsys, *words)[1].splitlines() if "There is room" in line]
+    assert len(said) == bool(policy)
+    if policy:
+        then = planned(capsys, *words, f"parallel.checkpointing={policy}")
+        assert then["fits"] and f"parallel.checkpointing={policy}, which" in said[0]
+        assert f"{then['peak_memory_bytes_per_rank'] / 2**30:.2f} GiB of" in said[0]
+
+
 def test_the_report_says_what_stages_cost_and_gain(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("experiment=nemotron_3b_sft", "data.seq_len=131072", "parallel.csbp=16", "plan.device=h200")
     out, once, many = answer(capsys, *words)[1], *(planned(capsys, *words, f"parallel.exchange_stages={n}")
