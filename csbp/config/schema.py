@@ -126,7 +126,8 @@ class ParallelConfig:
     checkpointing: str = option("none", "what a layer's backward computes again: nothing, all but attention and matrix "
                                 "products, all but attention, or all of it",
                                 choices=CHECKPOINTING)
-    offload: bool = option(False, "keep what is kept for the backward in CPU memory")
+    offload: bool = option(False, "keep what is kept for the backward in CPU memory; of checkpointing=matmuls or "
+                           "attention only with compile")
     compile: bool = option(False, "compile each layer with torch.compile")
     device: str = option("auto", "what ranks compute on; auto: a GPU each where there are any",
                          choices=("auto", "cpu", "cuda"))

@@ -181,7 +181,8 @@ def verdict(result: PlanResult) -> list[str]:
 def _room(result: PlanResult) -> list[str]:
     """What keeps most for the backward of all for which the run has room, if that is not what it asks for."""
     chosen, settings, device = result.chosen, result.settings, result.device
-    if settings.offload or not np.isfinite(device.memory):
+    # With disaggregation other rows would move then; offloaded, a copy's time would have to be known.
+    if result.levelled or settings.offload or not np.isfinite(device.memory):
         return []
     for policy in CHECKPOINTING[:CHECKPOINTING.index(settings.checkpointing)]:
         memory = predict_memory(result.case.shape, chosen.counts, chosen.loss_rows,

@@ -4,7 +4,8 @@ A copy stream carries it. At any time the device holds what two units keep: in t
 whose copies are under way, in the backward the one at work and the next, fetched ahead. The streams wait for each
 other; the host waits for none.
 
-What selective checkpointing keeps outside of compiled code (attention's outputs) is held elsewhere and stays.
+What selective checkpointing keeps outside of compiled code (outputs of attention, and of matrix products) is held
+elsewhere and stays.
 """
 
 from __future__ import annotations

@@ -180,17 +180,19 @@ def predict_memory(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray,
     shard = -(-has.total // shards)
     gathered = item * (has.ends + 2 * has.layer) if shards > 1 or item != _MASTER else 0
     layers = [_kept(shape, part, settings) for part in shape.attention]
-    kept = 2 * max(layers) if settings.offload else sum(
-        part.count * layer for part, layer in zip(shape.attention, layers, strict=True))
+    stays = [layer - _moved(shape, layer, settings) for layer in layers]
+    kept = sum(part.count * layer for part, layer in zip(shape.attention, stays, strict=True))
+    if settings.offload:
+        kept += 2 * max(layer - rest for layer, rest in zip(layers, stays, strict=True))
     again = max(_whole(shape, part, settings) - layer for part, layer in zip(shape.attention, layers, strict=True))
     far = np.stack([_travelling(counts, part, settings) for part in shape.attention]).max(0)
     scores = np.stack([_scores(counts, part, settings) for part in shape.attention]).max(0)
-    stays = np.stack([buffer_bytes(counts.kinds[part.kind.name], counts.clean, part, item, settings.gradient_itemsize)
+    buffers = np.stack([buffer_bytes(counts.kinds[part.kind.name], counts.clean, part, item, settings.gradient_itemsize)
                       for part in shape.attention]).max(0)
     return Memory(
         weights=_MASTER * shard, gradients=_MASTER * shard, optimizer=2 * _MASTER * shard, gathered=gathered,
         activations=counts.rows * (kept + again), keys=far, workspace=scores,
-        logits=loss_bytes(loss_rows, shape.vocabulary, shape.hidden, item, settings.logit_rows) + stays)
+        logits=loss_bytes(loss_rows, shape.vocabulary, shape.hidden, item, settings.logit_rows) + buffers)
 
 
 def _travelling(counts: PlanCounts, part: AttentionLayers, settings: Settings) -> np.ndarray:
@@ -231,6 +233,15 @@ def _kept(shape: ModelShape, part: AttentionLayers, settings: Settings) -> float
     products = sum(outputs for _, outputs in shape.layer_linears(part, active=True))
     # The last one's result no backward needs, and a compiler sees that.
     return attention + item * (products - settings.compiled * shape.hidden)
+
+
+def _moved(shape: ModelShape, layer: float, settings: Settings) -> float:
+    """Bytes of what one layer keeps for one row that go into CPU memory. Selective checkpointing holds what it keeps
+    itself, out of reach, unless the layer is compiled."""
+    if not settings.offload:
+        return 0.0
+    held = settings.checkpointing in ("matmuls", "attention") and not settings.compiled
+    return shape.hidden * settings.itemsize if held else layer
 
 
 def _whole(shape: ModelShape, part: AttentionLayers, settings: Settings) -> float:

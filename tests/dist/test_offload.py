@@ -85,7 +85,8 @@ def found(policy: str, moved: bool, compiled: bool = False) -> tuple[torch.Tenso
 
 
 @pytest.mark.parametrize(("policy", "compiled"), [
-    ("none", False), ("full", False), ("attention", False), pytest.param("attention", True, marks=pytest.mark.slow)])
+    ("none", False), ("full", False), ("attention", False), ("matmuls", False),
+    *(pytest.param(policy, True, marks=pytest.mark.slow) for policy in ("attention", "matmuls"))])
 def test_the_same_gradients(monkeypatch, policy, compiled):
     torch._dynamo.reset()
     loss, wanted = found(policy, moved=False, compiled=compiled)
@@ -99,6 +100,21 @@ def test_the_same_gradients(monkeypatch, policy, compiled):
     assert [n for what, n in log.events if what == "fetch"] == [3, 2, 1, 0]
     for n in (3, 2, 1, 0):
         assert log.events.index(("use", n + 1)) < log.events.index(("fetch", n)) < log.events.index(("use", n))
+
+
+@pytest.mark.slow
+def test_selective_checkpointing_is_moved_where_compiled(monkeypatch):
+    """``predict_memory`` counts on it."""
+    away = {}
+    for compiled in (False, True):
+        for policy in ("matmuls", "attention", "full"):
+            torch._dynamo.reset()
+            log = watch(monkeypatch)
+            found(policy, moved=True, compiled=compiled)
+            away[policy, compiled] = log.bytes_away
+            monkeypatch.undo()
+    assert away["matmuls", True] > away["attention", True] > away["full", True]
+    assert away["matmuls", False] == away["attention", False] == away["full", False]
 
 
 def sharded(moved: bool) -> tuple[float, dict[str, torch.Tensor], set[int]]:

@@ -39,6 +39,7 @@ def test_the_report_says_what_a_step_and_the_mesh_are(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(("words", "policy"), [
     ([], "none"), (["data.seq_len=131072"], "matmuls"), (["data.seq_len=524288"], "attention"),
     (["parallel.checkpointing=matmuls", "data.seq_len=131072"], ""), (["parallel.offload=true"], ""),
+    (["cad.enabled=true"], ""),
     (["data.seq_len=4194304"], ""), (["plan.device=cpu"], "")])
 def test_the_report_says_that_less_need_be_computed_again(capsys: pytest.CaptureFixture[str], words: list[str],
                                                           policy: str) -> None:
