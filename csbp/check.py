@@ -31,6 +31,7 @@ from csbp.observe.amounts import counted
 from csbp.output import called_as
 from csbp.parallel.runtime import choose_device, mesh_sizes
 from csbp.plan.cad import Cad, saving_text
+from csbp.plan.estimate import DEVICES
 from csbp.plan.remedies import fullest
 from csbp.rundir import check_run_dir
 from csbp.train.ready import ReadyModel, check_kernels, check_model, open_data
@@ -224,6 +225,8 @@ def _check_memory(config: RunConfig, ready: ReadyModel, stream: PackStream, devi
     table.add_row("  free", "not known here" if there is None else _size(there))
     out.print(table)
     if there is None:
+        if total > DEVICES["h200"].memory:
+            _warn(out, f"an H200 has room for {_size(DEVICES['h200'].memory)}; csbp plan says what would help")
         return
     refuse_without_room(parallel.nproc, need.certain, there)
     if total > there:

@@ -10,13 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from csbp.config.schema import CHECKPOINTING
 from csbp.observe.accounting import block_over_csbp
 from csbp.observe.amounts import bytes_text, counted, parameters_text, seconds_text
 from csbp.observe.cad_report import cad_columns, cad_json, cad_table, cad_title, cad_words
 from csbp.observe.plan_result import PlanResult
 from csbp.plan.counts import count_plan
-from csbp.plan.estimate import predict_memory
 from csbp.plan.forecast import contiguous, layer_pairs, max_over_mean_pairs
 from csbp.plan.lengths import distribution
 from csbp.plan.remedies import fullest, remedies
@@ -58,6 +56,9 @@ def as_json(result: PlanResult) -> dict[str, Any]:
             "predicted_tokens_per_second": result.tokens_per_second(found),
             "bytes_received_exact_mean": float(result.received(found).mean())}
             for kind, found in result.found.items() if kind != result.kind},
+        "checkpointing": {policy: {
+            "fits": found.fits, "peak_memory_bytes_per_rank": float(found.memory.total.max()),
+            "predicted_step_seconds": result.step_seconds(found)} for policy, found in result.policies.items()},
     }
 
 
@@ -112,8 +113,9 @@ def show(result: PlanResult, console: Console | None = None) -> None:
         out.print(cad_title(result, result.levelled))
         out.print(cad_table(result, result.levelled))
         out.print()
-    out.print(_kind_table(result))
-    out.print()
+    for table in (_kind_table(result), *([] if result.levelled else [_policy_table(result)])):
+        out.print(table)
+        out.print()
     for line in verdict(result):
         out.print("  " + line)
 
@@ -172,25 +174,12 @@ def verdict(result: PlanResult) -> list[str]:
         best = max(fitting, key=lambda kind: result.tokens_per_second(result.found[kind]))
         lines.append(f"Fastest of those that fit: {_settings(result, best)}, "
                      f"{result.tokens_per_second(result.found[best]):,.0f} tokens/s.")
-        lines += _room(result)
+        if not result.settings.compiled and np.isfinite(result.device.memory):
+            lines.append("Seconds are those of layers compiled with parallel.compile=true, which is not set: a step of "
+                         "eager ones took about a third longer on an H200.")
     else:
         lines += _what_helps(result)
     return lines
-
-
-def _room(result: PlanResult) -> list[str]:
-    """What keeps most for the backward of all for which the run has room, if that is not what it asks for."""
-    chosen, settings, device = result.chosen, result.settings, result.device
-    # With disaggregation other rows would move then; offloaded, a copy's time would have to be known.
-    if result.levelled or settings.offload or not np.isfinite(device.memory):
-        return []
-    for policy in CHECKPOINTING[:CHECKPOINTING.index(settings.checkpointing)]:
-        memory = predict_memory(result.case.shape, chosen.counts, chosen.loss_rows,
-                                replace(settings, checkpointing=policy)).total.max()
-        if memory <= device.memory:
-            return [f"There is room for parallel.checkpointing={policy}, which computes less again: "
-                    f"{bytes_text(float(memory))} of {bytes_text(device.memory)}."]
-    return []
 
 
 def _settings(result: PlanResult, kind: str) -> str:
@@ -241,5 +230,16 @@ def _kind_table(result: PlanResult) -> Table:
     for name, found in rows.items():
         table.add_row(name, seconds_text(result.step_seconds(found)), f"{result.tokens_per_second(found):,.0f}",
                       f"{float(found.seconds.exposed.max()):.3f}", bytes_text(float(result.received(found).mean())),
+                      bytes_text(float(found.memory.total.max())), "yes" if found.fits else "no")
+    return table
+
+
+def _policy_table(result: PlanResult) -> Table:
+    table = Table("  checkpointing", box=None, pad_edge=False, padding=(0, 2))
+    for name in ("s a step", "tokens/s", "memory", "fits"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for policy, found in result.policies.items():
+        table.add_row(f"{'>' if policy == result.settings.checkpointing else ' '} {policy}",
+                      seconds_text(result.step_seconds(found)), f"{result.tokens_per_second(found):,.0f}",
                       bytes_text(float(found.memory.total.max())), "yes" if found.fits else "no")
     return table

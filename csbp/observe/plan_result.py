@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from csbp.config.schema import CHECKPOINTING
 from csbp.observe.accounting import exact_bytes, formula_bytes, model_flops, utilisation
 from csbp.plan.counts import attended_pairs
 from csbp.plan.estimate import Device, Settings
@@ -78,6 +79,14 @@ class PlanResult:
         """The run's own if keys came in one stage; without disaggregation."""
         chosen, one = self.chosen, replace(self.settings, stages=1)
         return price(self.case, self.kind, chosen.plan, one, self.device, counts=chosen.counts).seconds
+
+    @property
+    def policies(self) -> dict[str, Forecast]:
+        """The run's own under each ``parallel.checkpointing``; {} with disaggregation, where other rows would move."""
+        chosen = self.chosen
+        return {} if self.levelled else {policy: price(
+            self.case, self.kind, chosen.plan, replace(self.settings, checkpointing=policy), self.device,
+            counts=chosen.counts) for policy in CHECKPOINTING}
 
     def step_seconds(self, forecast: Forecast) -> float:
         """One optimizer step: replicas take their packs in rounds."""

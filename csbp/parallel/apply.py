@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -36,6 +37,8 @@ def parallelize(model: nn.Module, units: Sequence[nn.Module], config: ParallelCo
     if config.compile:
         # A model's numbers never change. As inputs they would be tensors on the CPU, in each call of a unit.
         torch._dynamo.config.specialize_float = True
+        # Of selective checkpointing it warns that nothing may be done in place; no layer does.
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
         for unit in units:
             # Lengths differ from pack to pack; one graph serves all.
             unit.compile(dynamic=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from csbp.config.schema import CHECKPOINTING
 from csbp.plan.estimate import Device, Memory, Settings, predict_memory
 from csbp.plan.forecast import Case, Forecast, forecast
 from csbp.plan.limits import MAX_AXIS
@@ -54,7 +55,12 @@ def remedies(case: Case, found: Forecast, settings: Settings, device: Device, ex
         return Remedy(words, float(memory.total.max()), bool(memory.total.max() <= device.memory))
 
     now = float(found.memory.total.max())
-    helping = {words: change for words, change in _changes(settings)
+    changes = dict(_changes(settings))
+    less = [policy for policy in CHECKPOINTING[CHECKPOINTING.index(settings.checkpointing) + 1:]
+            if policy == CHECKPOINTING[-1] or needed("", replace(settings, checkpointing=policy)).fits]
+    if less:  # what computes least again and fits, or keeps least
+        changes[f"parallel.checkpointing={less[0]}"] = {"checkpointing": less[0]}
+    helping = {words: change for words, change in changes.items()
                if needed(words, replace(settings, **change)).memory < now}
     tried = [needed(words, replace(settings, **change)) for words, change in helping.items()]
     if len(helping) > 1 and not any(remedy.fits for remedy in tried):
@@ -68,8 +74,6 @@ def remedies(case: Case, found: Forecast, settings: Settings, device: Device, ex
 
 def _changes(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
     """Settings that leave the ranks' rows as they are: as on the command line, and as fields of ``Settings``."""
-    if settings.checkpointing != "full":
-        yield "parallel.checkpointing=full", {"checkpointing": "full"}
     if not settings.offload:
         yield "parallel.offload=true", {"offload": True}
     if settings.logit_rows is not None:

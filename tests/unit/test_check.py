@@ -31,6 +31,7 @@ from csbp.data.tokenizer import load_tokenizer
 from csbp.errors import ConfigError, UserError
 from csbp.locks import RunLock
 from csbp.models.registry import families, get_adapter
+from csbp.plan.estimate import DEVICES
 from csbp.plan.lengths import read_lengths
 from csbp.prepare import prepare_run
 from csbp.train.ready import build_on_meta
@@ -229,6 +230,14 @@ def test_a_model_that_cannot_fit(config: RunConfig, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(check, "free_memory", lambda device: 2 << 20)
     assert "raise parallel.csbp, or set parallel.checkpointing=full" in shown(config)
     assert "checkpointing=full" not in shown(change(config, "parallel", checkpointing="full"))
+
+
+def test_a_model_that_no_gpu_would_hold_where_none_is_here(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = change(config, "parallel", device="cuda")
+    said = shown(config)
+    assert "not known here" in said and "an H200 has room for" not in said
+    monkeypatch.setattr(check, "DEVICES", {"h200": dataclasses.replace(DEVICES["h200"], memory=1 << 20)})
+    assert "warning: an H200 has room for 1.0 MiB; csbp plan says what would help" in shown(config)
 
 
 def test_unusable_data_is_an_error(config: RunConfig) -> None:

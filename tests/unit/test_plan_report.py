@@ -36,22 +36,33 @@ def test_the_report_says_what_a_step_and_the_mesh_are(capsys: pytest.CaptureFixt
     assert found["predicted_step_seconds"] == pytest.approx(3 * found["predicted_pack_seconds"])
 
 
-@pytest.mark.parametrize(("words", "policy"), [
-    ([], "none"), (["data.seq_len=131072"], "matmuls"), (["data.seq_len=524288"], "attention"),
-    (["parallel.checkpointing=matmuls", "data.seq_len=131072"], ""), (["parallel.offload=true"], ""),
-    (["cad.enabled=true"], ""),
-    (["data.seq_len=4194304"], ""), (["plan.device=cpu"], "")])
-def test_the_report_says_that_less_need_be_computed_again(capsys: pytest.CaptureFixture[str], words: list[str],
-                                                          policy: str) -> None:
-    """What keeps most of all that fits."""
-    words = ["experiment=nemotron_3b_sft", "data.seq_len=65536", "parallel.csbp=8", "parallel.checkpointing=full",
-             *words]
-    said = [line for line in answer(capsys, *words)[1].splitlines() if "There is room" in line]
-    assert len(said) == bool(policy)
-    if policy:
+@pytest.mark.parametrize("words", [[], ["parallel.compile=true", "parallel.checkpointing=matmuls"],
+                                   ["parallel.offload=true", "parallel.checkpointing=none"]])
+def test_the_report_has_the_run_under_each_checkpointing(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    """As if each had been asked for; the run's own is marked. Of what is computed again nothing is kept."""
+    words = ["experiment=nemotron_3b_sft", "data.seq_len=131072", "parallel.csbp=8", *words]
+    out, found = answer(capsys, *words)[1], planned(capsys, *words)["checkpointing"]
+    assert list(found) == ["none", "matmuls", "attention", "full"]
+    for policy, said in found.items():
         then = planned(capsys, *words, f"parallel.checkpointing={policy}")
-        assert then["fits"] and f"parallel.checkpointing={policy}, which" in said[0]
-        assert f"{then['peak_memory_bytes_per_rank'] / 2**30:.2f} GiB of" in said[0]
+        assert said == {name: then[name] for name in said} and len(said) == 3
+        (line,) = (line for line in out.splitlines() if line.lstrip("> ").startswith(f"{policy} "))
+        assert (line[0] == ">") == (f"parallel.checkpointing={policy}" in words or
+                                    len(words) == 3 and policy == "attention")
+        assert f"{said['peak_memory_bytes_per_rank'] / 2**30:.2f} GiB" in line
+    memory = [said["peak_memory_bytes_per_rank"] for said in found.values()]
+    assert memory == sorted(memory, reverse=True) or "parallel.offload=true" in words
+    seconds = [said["predicted_step_seconds"] for said in found.values()]
+    assert seconds[0] == seconds[1] < seconds[2] < seconds[3]
+    # What is not compiled is slower than said, and nothing moves what selective checkpointing holds then.
+    assert ("Seconds are those of layers compiled" in out) == ("parallel.compile=true" not in words)
+    if "parallel.offload=true" in words:
+        assert memory[0] < memory[1] > memory[2] > memory[3]
+
+
+def test_disaggregation_is_shown_for_what_is_asked_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["experiment=nemotron_3b_sft", "data.seq_len=65536", "parallel.csbp=2", "cad.enabled=true"]
+    assert "  checkpointing  " not in answer(capsys, *words)[1] and planned(capsys, *words)["checkpointing"] == {}
 
 
 def test_the_report_says_what_stages_cost_and_gain(capsys: pytest.CaptureFixture[str]) -> None:
