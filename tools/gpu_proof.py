@@ -1,11 +1,11 @@
-"""Attention kernels held against float64 on a GPU: ``gpu_proof.py OUT.json [MASKS] [BACKEND ...]``.
+"""Attention kernels held against float64 on a GPU: ``gpu_proof.py OUT.json [MASKS] [BACKEND[:DIM] ...]``.
 
-Random packed masks per head size: out, dq, dk and dv of each backend (or of those named; OUT.json keeps the others'
-rows) in bfloat16 against the reference in float64: one launch, two simulated ranks (keys apart, in one to three stages,
-merged, gradients brought home), and two that attend rows for each other. Memory is poisoned before each run, so that a
-value that nobody wrote shows. Exits with 1 if a bound is broken. In a small pack of rows that see two or three keys,
-rounding to bfloat16 alone can cost more than the bound: then a kernel must not cost more than that. Legend as in
-csbp.attention.
+Random packed masks per head size: out, dq, dk and dv of each backend (or of those named, ``flex:512`` at one head
+size; OUT.json keeps the other rows) in bfloat16 against the reference in float64: one launch, two simulated ranks
+(keys apart, in one to three stages, merged, gradients brought home), and two that attend rows for each other. Memory
+is poisoned before each run, so that a value that nobody wrote shows. Exits with 1 if a bound is broken. In a small
+pack of rows that see two or three keys, rounding to bfloat16 alone can cost more than the bound: then a kernel must
+not cost more than that. Legend as in csbp.attention.
 """
 
 from __future__ import annotations
@@ -163,9 +163,11 @@ def usable(backend: str, dim: int) -> str:
     return reasons[backend]() if backend in reasons else ""
 
 
-def rows_of(backend: str, masks: int) -> Iterator[dict[str, Any]]:
-    """What is found of one backend, head shape by head shape."""
+def rows_of(backend: str, dim: str, masks: int) -> Iterator[dict[str, Any]]:
+    """What is found of one backend, head shape by head shape; of one head size, if it is given."""
     for shape in SHAPES:
+        if dim and int(dim) != shape[2]:
+            continue
         reason = usable(backend, shape[2])
         if reason:
             yield {"backend": backend, "head_dim": shape[2], "left_out": reason}
@@ -174,7 +176,7 @@ def rows_of(backend: str, masks: int) -> Iterator[dict[str, Any]]:
             started = time.time()
             if way:
                 flash._hopper().PROCESSORS, flash._hopper().CACHED = WAYS[way], 1 << 60
-            row = worst_of(backend, *shape, masks if backend != "flex" else max(masks // 5, 2))
+            row = worst_of(backend, *shape, masks)
             yield row | ({"way": way} if way else {}) | {"seconds": round(time.time() - started)}
 
 
@@ -182,10 +184,12 @@ def main(out: Path, masks: int, names: Sequence[str]) -> int:
     """Check all, record."""
     torch._dynamo.config.recompile_limit = 64  # more head shapes than a model has
     names = names or [name for name in BACKENDS if name not in ("auto", "reference")]
+    wanted = [(backend, dim) for backend, _, dim in (name.partition(":") for name in names)]
     older = json.loads(out.read_text())["rows"] if out.exists() else []
-    rows = [row for row in older if row["backend"] not in names]
-    for backend in names:
-        for row in rows_of(backend, masks):
+    rows = [row for row in older if not any(row["backend"] == backend and dim in ("", str(row["head_dim"]))
+                                            for backend, dim in wanted)]
+    for backend, dim in wanted:
+        for row in rows_of(backend, dim, masks):
             rows.append(row | {"date": time.strftime("%Y-%m-%d")})
             print(json.dumps(row), flush=True)
     record = {"command": "python tools/gpu_proof.py", "device": torch.cuda.get_device_name(0), "bound": BOUND,

@@ -90,7 +90,7 @@ def test_reported_bytes_are_those_of_the_ranks(capsys: pytest.CaptureFixture[str
 
 
 def test_the_report_says_what_fits_and_what_is_faster(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("experiment=nemotron_8b_sft", "parallel.nproc=8")
+    words = ("experiment=nemotron_8b_sft", "parallel.nproc=8", "parallel.compile=false")
     code, out, _ = answer(capsys, *words, "data.seq_len=1024")
     assert code == 0 and "8.49B parameters" in out
     assert "Plain data parallel (parallel.kind=data) would be faster" in out and "csbp fits" in out
@@ -120,7 +120,7 @@ def remedies_of(out: str) -> dict[str, str]:
 def test_what_would_help_where_nothing_fits(capsys: pytest.CaptureFixture[str], words: list[str], largest: str,
                                             offered: set[str]) -> None:
     """Nothing that is set already, and each does what is said of it."""
-    words = ["experiment=nemotron_8b_sft", "parallel.nproc=8", "data.seq_len=524288", *words]
+    words = ["experiment=nemotron_8b_sft", "parallel.nproc=8", "parallel.compile=false", "data.seq_len=524288", *words]
     out = answer(capsys, *words)[1]
     assert f"is {largest}, " in out.split("Nothing fits. ")[1].splitlines()[0]
     found = remedies_of(out)

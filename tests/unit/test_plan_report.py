@@ -36,26 +36,26 @@ def test_the_report_says_what_a_step_and_the_mesh_are(capsys: pytest.CaptureFixt
     assert found["predicted_step_seconds"] == pytest.approx(3 * found["predicted_pack_seconds"])
 
 
-@pytest.mark.parametrize("words", [[], ["parallel.compile=true", "parallel.checkpointing=matmuls"],
-                                   ["parallel.offload=true", "parallel.checkpointing=none"]])
+@pytest.mark.parametrize("words", [["parallel.compile=false"], ["parallel.checkpointing=matmuls"],
+                                   ["parallel.compile=false", "parallel.offload=true", "parallel.checkpointing=none"]])
 def test_the_report_has_the_run_under_each_checkpointing(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     """As if each had been asked for; the run's own is marked. Of what is computed again nothing is kept."""
     words = ["experiment=nemotron_3b_sft", "data.seq_len=131072", "parallel.csbp=8", *words]
     out, found = answer(capsys, *words)[1], planned(capsys, *words)["checkpointing"]
     assert list(found) == ["none", "matmuls", "attention", "full"]
+    own = next((word.partition("=")[2] for word in words if word.startswith("parallel.checkpointing=")), "attention")
     for policy, said in found.items():
         then = planned(capsys, *words, f"parallel.checkpointing={policy}")
         assert said == {name: then[name] for name in said} and len(said) == 3
         (line,) = (line for line in out.splitlines() if line.lstrip("> ").startswith(f"{policy} "))
-        assert (line[0] == ">") == (f"parallel.checkpointing={policy}" in words or
-                                    len(words) == 3 and policy == "attention")
+        assert (line[0] == ">") == (policy == own)
         assert f"{said['peak_memory_bytes_per_rank'] / 2**30:.2f} GiB" in line
     memory = [said["peak_memory_bytes_per_rank"] for said in found.values()]
     assert memory == sorted(memory, reverse=True) or "parallel.offload=true" in words
     seconds = [said["predicted_step_seconds"] for said in found.values()]
     assert seconds[0] == seconds[1] < seconds[2] < seconds[3]
     # What is not compiled is slower than said, and nothing moves what selective checkpointing holds then.
-    assert ("Seconds are those of layers compiled" in out) == ("parallel.compile=true" not in words)
+    assert ("Seconds are those of layers compiled" in out) == ("parallel.compile=false" in words)
     if "parallel.offload=true" in words:
         assert memory[0] < memory[1] > memory[2] > memory[3]
 
