@@ -3,9 +3,9 @@
 The same 20 steps of quickstart's model in float32: one GPU; two GPUs by csbp, context and block, or sharing heads
 (tp); csbp and tp with compiled layers and selective checkpointing; csbp with bfloat16 compute beside one GPU with it,
 and a deterministic run twice, which must be the same to the last bit. Prints and records the largest relative
-difference of losses and gradient norms from the one-GPU run. Several go at a time. With RUN, a part
-of a run's name, only such runs and those that they are compared with are made; in OUT.json they take the place of older
-ones of that name.
+difference of losses and gradient norms from the one-GPU run. Several go at a time. With RUN, a part of a run's name,
+only such runs and those that they are compared with are made; in OUT.json they take the place of older ones of that
+name.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-# What a layer keeps for its backward, from all to least.
-CHECKPOINTING = ("none", "matmuls", "attention", "full")
+# Policies by what a layer keeps for its backward, from all to least; selective ones keep what some operators give.
+SELECTIVE = ("matmuls", "attention")
+CHECKPOINTING = ("none", *SELECTIVE, "full")
 # Rows are counted in 32 bits on their way to the kernels, a clean and a noised one for each token.
 MAX_ROWS = 2**30
 
@@ -124,8 +125,7 @@ class ParallelConfig:
     dp_replicate: int = option(1, "copies of the weights among the dp = nproc / csbp / tp replicas; each copy is "
                                "sharded over the ranks that share it (FSDP2; more than 1: hybrid sharding)", low=1)
     checkpointing: str = option("none", "what a layer's backward computes again: nothing, all but attention and matrix "
-                                "products, all but attention, or all of it",
-                                choices=CHECKPOINTING)
+                                "products, all but attention, or all of it", choices=CHECKPOINTING)
     offload: bool = option(False, "keep what is kept for the backward in CPU memory; of checkpointing=matmuls or "
                            "attention only with compile")
     compile: bool = option(False, "compile each layer with torch.compile")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from csbp.config.schema import RunConfig
+from csbp.config.schema import SELECTIVE, RunConfig
 from csbp.plan.counts import PlanCounts
 from csbp.plan.shapes import AttentionLayers, ModelShape
 from csbp.plan.split import split_shape
@@ -180,10 +180,9 @@ def predict_memory(shape: ModelShape, counts: PlanCounts, loss_rows: np.ndarray,
     shard = -(-has.total // shards)
     gathered = item * (has.ends + 2 * has.layer) if shards > 1 or item != _MASTER else 0
     layers = [_kept(shape, part, settings) for part in shape.attention]
-    stays = [layer - _moved(shape, layer, settings) for layer in layers]
-    kept = sum(part.count * layer for part, layer in zip(shape.attention, stays, strict=True))
-    if settings.offload:
-        kept += 2 * max(layer - rest for layer, rest in zip(layers, stays, strict=True))
+    moved = [_moved(shape, layer, settings) for layer in layers]
+    kept = 2 * max(moved) + sum(part.count * (layer - gone)
+                                for part, layer, gone in zip(shape.attention, layers, moved, strict=True))
     again = max(_whole(shape, part, settings) - layer for part, layer in zip(shape.attention, layers, strict=True))
     far = np.stack([_travelling(counts, part, settings) for part in shape.attention]).max(0)
     scores = np.stack([_scores(counts, part, settings) for part in shape.attention]).max(0)
@@ -240,7 +239,7 @@ def _moved(shape: ModelShape, layer: float, settings: Settings) -> float:
     itself, out of reach, unless the layer is compiled."""
     if not settings.offload:
         return 0.0
-    held = settings.checkpointing in ("matmuls", "attention") and not settings.compiled
+    held = settings.checkpointing in SELECTIVE and not settings.compiled
     return shape.hidden * settings.itemsize if held else layer
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,12 +55,7 @@ def remedies(case: Case, found: Forecast, settings: Settings, device: Device, ex
         return Remedy(words, float(memory.total.max()), bool(memory.total.max() <= device.memory))
 
     now = float(found.memory.total.max())
-    changes = dict(_changes(settings))
-    less = [policy for policy in CHECKPOINTING[CHECKPOINTING.index(settings.checkpointing) + 1:]
-            if policy == CHECKPOINTING[-1] or needed("", replace(settings, checkpointing=policy)).fits]
-    if less:  # what computes least again and fits, or keeps least
-        changes[f"parallel.checkpointing={less[0]}"] = {"checkpointing": less[0]}
-    helping = {words: change for words, change in changes.items()
+    helping = {words: change for words, change in _changes(settings, lambda changed: needed("", changed).fits)
                if needed(words, replace(settings, **change)).memory < now}
     tried = [needed(words, replace(settings, **change)) for words, change in helping.items()]
     if len(helping) > 1 and not any(remedy.fits for remedy in tried):
@@ -72,8 +67,12 @@ def remedies(case: Case, found: Forecast, settings: Settings, device: Device, ex
     return sorted(tried, key=lambda remedy: remedy.memory)
 
 
-def _changes(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
+def _changes(settings: Settings, fit: Callable[[Settings], bool]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Settings that leave the ranks' rows as they are: as on the command line, and as fields of ``Settings``."""
+    less = CHECKPOINTING[CHECKPOINTING.index(settings.checkpointing) + 1:]
+    if less:  # what computes least again of those that fit, or what keeps least
+        policy = next((policy for policy in less if fit(replace(settings, checkpointing=policy))), less[-1])
+        yield f"parallel.checkpointing={policy}", {"checkpointing": policy}
     if not settings.offload:
         yield "parallel.offload=true", {"offload": True}
     if settings.logit_rows is not None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from csbp.checkpoint.reading import model_files, open_model, resolve_model_folder
 from csbp.checkpoint.store import CheckpointStore
-from csbp.config.schema import NoiseConfig, ObjectiveConfig, RunConfig
+from csbp.config.schema import SELECTIVE, NoiseConfig, ObjectiveConfig, RunConfig
 from csbp.data.stream import PackStream, open_stream
 from csbp.data.tokenizer import load_tokenizer, next_free_id
 from csbp.errors import ConfigError, met_by_all
@@ -145,7 +145,7 @@ def make_ready(config: RunConfig, runtime: Runtime, adapter: ModelAdapter,
     cad = cad and replace(cad, device=replace(cad.device, node=runtime.node()))
     return (build_optimizer(model, config.optim),
             StepRunner(model, adapter, runtime, config.attention.backend, shape, config.train.logit_rows,
-                       native=not config.parallel.compile and config.parallel.checkpointing in ("none", "full"),
+                       native=not config.parallel.compile and config.parallel.checkpointing not in SELECTIVE,
                        cad=cad, overlap=config.cad.overlap != "none"))
 
 

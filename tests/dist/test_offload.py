@@ -15,7 +15,7 @@ from oracle import exact_norms, gradients
 from packs import make_pack
 from torch import nn
 
-from csbp.config.schema import ParallelConfig
+from csbp.config.schema import SELECTIVE, ParallelConfig
 from csbp.models.registry import get_adapter
 from csbp.parallel import offload
 from csbp.parallel.activations import apply_checkpointing
@@ -86,7 +86,7 @@ def found(policy: str, moved: bool, compiled: bool = False) -> tuple[torch.Tenso
 
 @pytest.mark.parametrize(("policy", "compiled"), [
     ("none", False), ("full", False), ("attention", False), ("matmuls", False),
-    *(pytest.param(policy, True, marks=pytest.mark.slow) for policy in ("attention", "matmuls"))])
+    *(pytest.param(policy, True, marks=pytest.mark.slow) for policy in SELECTIVE)])
 def test_the_same_gradients(monkeypatch, policy, compiled):
     torch._dynamo.reset()
     loss, wanted = found(policy, moved=False, compiled=compiled)
@@ -107,7 +107,7 @@ def test_selective_checkpointing_is_moved_where_compiled(monkeypatch):
     """``predict_memory`` counts on it."""
     away = {}
     for compiled in (False, True):
-        for policy in ("matmuls", "attention", "full"):
+        for policy in (*SELECTIVE, "full"):
             torch._dynamo.reset()
             log = watch(monkeypatch)
             found(policy, moved=True, compiled=compiled)

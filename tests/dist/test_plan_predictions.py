@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from csbp.config.cad import pooled
 from csbp.config.schema import (
+    CHECKPOINTING,
     CadConfig,
     DataConfig,
     ModelConfig,
@@ -83,7 +84,7 @@ def real_step(checkpointing: str, copies: int = 1) -> Found:
                  sum(local_bytes(value) for state in optimizer.state.values() for value in state.values()), sent)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", *(pytest.param(policy, marks=slow) for policy in ("attention", "full", "matmuls"))])
+@pytest.mark.parametrize("checkpointing", ["none", *(pytest.param(policy, marks=slow) for policy in CHECKPOINTING[1:])])
 def test_shards_and_bytes_sent_are_those_of_the_plan(ranks, checkpointing):
     shape: ModelShape = model_shape(SIZES, "block_causal")
     case = Case(shape, whole_pack(LENGTHS, BLOCK, noised=True), hidden=0.5, next_token=False)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import _redistribute
 from csbp.checkpoint.huggingface import full_weights
 from csbp.checkpoint.shards import load_model
 from csbp.checkpoint.store import CheckpointStore
-from csbp.config.schema import ParallelConfig
+from csbp.config.schema import CHECKPOINTING, ParallelConfig
 from csbp.memory import count_parameters
 from csbp.models.registry import get_adapter
 from csbp.parallel.apply import parallelize
@@ -139,8 +139,7 @@ def bytes_of_the_axis(packs, how, csbp, parallel):
     return sum(found), share.asked, [len(rows) for rows in share.rows]
 
 
-@pytest.mark.parametrize("checkpointing", ["none", *(pytest.param(policy, marks=slow)
-                                                     for policy in ("full", "attention", "matmuls"))])
+@pytest.mark.parametrize("checkpointing", ["none", *(pytest.param(policy, marks=slow) for policy in CHECKPOINTING[1:])])
 def test_planned_bytes_of_the_axis(ranks, checkpointing):
     """An evaluation of all logits follows the step: one more forward, without the rows of a loss."""
     told = ranks(2, bytes_of_the_axis, PACKS[:1], noising(4), 1, {"tp": 2, "checkpointing": checkpointing})

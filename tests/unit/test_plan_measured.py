@@ -16,7 +16,7 @@ SEEN = json.loads((Path(__file__).parents[2] / "tools" / "results" / "step-h200.
 
 
 def measured() -> list[tuple[dict[str, Any], RunConfig]]:
-    """Rows of the results, each with its run; those over a slow link and of moved attention are left out."""
+    """Rows of the results, each with its run; those over a slow link have none."""
     runs = {(f"{case.bench.name}, {variant}", world): config
             for preset in ("h200", "scaling") for world in (1, 2)
             for case in step_cases([f"preset={preset}"], world) for variant, config in case.runs.items()}
