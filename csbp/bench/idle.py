@@ -29,7 +29,7 @@ def idle_fraction(runtime: Runtime, step: Callable[[], None]) -> float | None:
     if runtime.device.type != "cuda":
         return None
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:  # else it warns of what it would lose
         step()
         torch.cuda.synchronize()
     found = [(event.time_range.start, event.time_range.end, event.name) for event in seen.events()

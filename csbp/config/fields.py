@@ -130,20 +130,20 @@ def nearest_key(cls: type, key: str) -> str:
     """A sentence with the key that was probably meant, e.g. ``did you mean train.steps?``.
 
     The whole key is compared first, so that a wrong section is found as well as a wrong name; then the last
-    part alone, for a key given under no or under another section.
+    part alone, for a key given under another section. For a key under none it is the other way round.
     """
     # Entries of a list, under the number that was given.
     number = next((part for part in key.split(".") if _INDEX.match(part)), "0")
     known = [field.key.replace(".N.", f".{number}.") for field in fields_of(cls)
              if not field.is_section or "." not in key]
+    name = key.rsplit(".", 1)[-1]
+    same = [other for other in known if other.rsplit(".", 1)[-1] == name][:3]
     # A long section makes any two keys alike: their names must be, too.
-    close = [other for other in difflib.get_close_matches(key, known, n=1, cutoff=0.7) if _alike(key, other) >= 0.5]
-    if not close:
-        name = key.rsplit(".", 1)[-1]
-        close = [other for other in known if other.rsplit(".", 1)[-1] == name][:3]
+    near = [other for other in difflib.get_close_matches(key, known, n=1, cutoff=0.7) if _alike(key, other) >= 0.5]
+    close = near or same if "." in key else same or near
     if not close:
         last = {other.rsplit(".", 1)[-1]: other for other in reversed(known)}
-        close = [last[name] for name in difflib.get_close_matches(key.rsplit(".", 1)[-1], last, n=1, cutoff=0.75)]
+        close = [last[other] for other in difflib.get_close_matches(name, last, n=1, cutoff=0.75)]
     if close:
         return f"did you mean {' or '.join(close)}?"
     section = key.split(".", 1)[0]

@@ -95,6 +95,7 @@ def test_an_export_over_something_else_is_refused_at_once(tmp_path: Path, capsys
     (["train", "experiment=quickstart", "parallel.dp_shard=2"], "no such setting; known here: parallel.nproc, "),
     (["train", "experiment=quickstart", "train.batch_size=2"], "no such setting; known here: train.steps, "),
     (["train", "experiment=quickstart", "parallel.nprocs=2"], "no such setting; did you mean parallel.nproc?"),
+    (["train", "experiment=quickstart", "device=cpu"], "did you mean parallel.device or plan.device?"),
     (["bench"], "csbp: bench: say what to measure: attention, step"),
     (["bench", "stp"], "csbp: bench stp: did you mean step?"),
     (["train", "experiment=quickstart", "trian.steps=3"],
