@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any, Protocol
 
 import torch
@@ -11,8 +10,6 @@ from torch import Tensor
 
 from csbp.attention import flash, flex, reference, wide
 from csbp.attention.mask import IntervalMask
-
-_LOG = logging.getLogger(__name__)
 
 
 class Backend(Protocol):
@@ -70,14 +67,17 @@ def _fastest(query: Tensor, value: Tensor) -> Backend:
 @functools.cache
 def choose(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int, deterministic: bool) -> str:
     """Name of the backend that "auto" stands for."""
+    passed = passed_over(device, dtype, key_dim, value_dim, deterministic)
+    return next(name for name in ("flash", "wide", "flex", "reference") if name not in passed)
+
+
+def passed_over(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int,
+                deterministic: bool) -> dict[str, str]:
+    """The backends that "auto" cannot take, in the order in which it would, and why."""
     reasons = {"flash": flash.unusable(device, dtype, key_dim, value_dim, deterministic),
                "wide": wide.unusable(device, dtype, key_dim, value_dim),
                "flex": flex.unusable(device, dtype, key_dim, value_dim)}
-    name = next((name for name, why in reasons.items() if not why), "reference")
-    passed = "; ".join(f"not {other}: {why}" for other, why in reasons.items() if why)
-    _LOG.info("attention of head dim %d in %s on %s: %s backend%s", key_dim, dtype, device.type, name,
-              f" ({passed})" if passed and device.type == "cuda" else "")
-    return name
+    return {name: why for name, why in reasons.items() if why}
 
 
 def default_scale(query: Tensor, scale: float | None) -> float:

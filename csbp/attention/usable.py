@@ -6,7 +6,7 @@ import inspect
 
 import torch
 
-from csbp.attention.core import BACKENDS
+from csbp.attention.core import BACKENDS, choose, passed_over
 from csbp.errors import ConfigError
 from csbp.plan.shapes import ModelShape
 
@@ -19,6 +19,25 @@ def unusable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int,
     known = {"device": device, "dtype": dtype, "key_dim": head_dim, "value_dim": head_dim,
              "deterministic": deterministic}
     return str(ask(**{asked: known[asked] for asked in inspect.signature(ask).parameters}))
+
+
+def taken(name: str, shape: ModelShape, device: torch.device, dtype: torch.dtype,
+          deterministic: bool) -> dict[str, str]:
+    """The backends that compute a model's attention, each with a sentence on what it does and why.
+
+    Args:
+        name: as ``attention.backend``.
+        dtype: of the computation.
+    """
+    found: dict[str, str] = {}
+    for head_dim in sorted({part.head_dim for part in shape.attention}):
+        asked = (device, dtype, head_dim, head_dim, deterministic)
+        backend = choose(*asked) if name == "auto" else name
+        passed = passed_over(*asked) if name == "auto" and device.type == "cuda" else {}
+        why = "".join(f"; not {other}: {reason}" for other, reason in passed.items())
+        said = f"attention.backend={name}: {backend} for heads of {head_dim}{why}"
+        found[backend] = f"{found[backend]}. {said}" if backend in found else said
+    return found
 
 
 def check_backend(name: str, shape: ModelShape, device: torch.device, dtype: torch.dtype, deterministic: bool) -> None:

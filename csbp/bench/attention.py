@@ -72,14 +72,17 @@ def usable_backends(case: BenchAttentionConfig, device: torch.device) -> list[st
     """
     known = [name for name in BACKENDS if name != "auto"]
     reasons = {name: unusable(name, device, DTYPES[case.dtype], case.head_dim) for name in known}
-    if "auto" in case.backends:
+    if case.backends == ["auto"]:
         able = [name for name in known if not reasons[name]]
         return [name for name in able if name != "reference"] or able
     for name in case.backends:
+        if name == "auto":
+            raise ConfigError("backends", list(case.backends), "auto stands for all that can be used; name it alone")
         if name not in known:
             raise ConfigError("backends", name, nearest_name(name, ["auto", *known], "backends"))
         if reasons[name]:
-            raise ConfigError("backends", name, f"cannot run {case.name!r} here: {reasons[name]}")
+            raise ConfigError("backends", name, f"cannot run {case.name!r} here: {reasons[name]}; use auto, or "
+                                                "another")
     return list(dict.fromkeys(case.backends))
 
 

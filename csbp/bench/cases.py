@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
@@ -61,7 +60,9 @@ def attention_cases(words: Sequence[str], world: int, gpu: bool = True) -> list[
         if case.kind != "data" and blocks < world:
             raise ConfigError("lengths", list(case.lengths), f"a pack of {blocks} block(s) is too short for {world} "
                                                              "ranks; lengthen it, or use a smaller block_size")
-    return [case if case.name else replace(case, name=_title(case)) for case in found]
+    found = [case if case.name else replace(case, name=_title(case)) for case in found]
+    _expect_apart([case.name for case in found])
+    return found
 
 
 def _for_ranks(cases: list[T], wanted: list[int | None], world: int) -> list[T]:
@@ -71,6 +72,13 @@ def _for_ranks(cases: list[T], wanted: list[int | None], world: int) -> list[T]:
         raise ConfigError("ranks", wanted[0], f"{world} rank(s) were started; start {wanted[0]}: torchrun "
                                               f"--nproc-per-node {wanted[0]} {script()} bench ...")
     return kept
+
+
+def _expect_apart(names: Sequence[str]) -> None:
+    """Refuse rows of one name: of their results only the last would be kept."""
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError("name", name, "would be the name of several rows; leave it out, or keep one row by only=")
 
 
 def _suited(case: BenchAttentionConfig, gpu: bool) -> BenchAttentionConfig:
@@ -105,15 +113,18 @@ def refuse_endless(case: BenchAttentionConfig, world: int) -> None:
 
 def _check_attention(case: BenchAttentionConfig) -> None:
     check_bounds(case)
-    if not all(0 < length <= MAX_ROWS for length in case.lengths):
+    if not all(type(length) is int and 0 < length <= MAX_ROWS for length in case.lengths):
         raise ConfigError("lengths", list(case.lengths), f"must be whole numbers from 1 to {MAX_ROWS:,}, as in "
                                                          "[32768, 65536]")
+    if len(set(case.lengths)) < len(case.lengths):
+        raise ConfigError("lengths", list(case.lengths), "one is there twice; name each once")
     if case.heads % case.kv_heads:
         raise ConfigError("kv_heads", case.kv_heads, f"must divide heads={case.heads}")
     if case.window is not None and case.window < case.block_size:
         raise ConfigError("window", case.window, f"smaller than a block; at least block_size={case.block_size}")
     if case.documents == "packed" and case.longest > min(case.lengths):
-        raise ConfigError("longest", case.longest, f"longer than a pack of lengths={list(case.lengths)}")
+        raise ConfigError("longest", case.longest, f"longer than a pack of lengths={list(case.lengths)}; set "
+                                                   f"longest={min(case.lengths)} or less, or longer lengths")
     if not case.backends:
         raise ConfigError("backends", [], "name at least one, or auto")
     document_lengths(case, 1)  # reads the file, if there is one
@@ -121,9 +132,12 @@ def _check_attention(case: BenchAttentionConfig) -> None:
 
 def _title(case: BenchAttentionConfig) -> str:
     """What tells a row from others: the pack, the heads, and settings that are not the usual ones."""
+    usual, packed = BenchAttentionConfig(), case.documents == "packed"
     documents = {"one": "one document", "packed": f"packed, median {case.median}, longest {case.longest}"}
-    parts = [documents.get(case.documents, os.path.basename(case.documents)), f"B={case.block_size}",
+    parts = [documents.get(case.documents, case.documents), f"B={case.block_size}",
              f"{case.heads}/{case.kv_heads} heads", f"d={case.head_dim}"]
+    parts += [f"spread {case.spread}"] if packed and case.spread != usual.spread else []
+    parts += [f"seed {case.seed}"] if packed and case.seed != usual.seed else []
     parts += [f"window {case.window}"] if case.window is not None else []
     parts += ["token-causal"] if case.clean_stream == "token_causal" else []
     parts += [case.dtype] if case.dtype != "bfloat16" else []
@@ -139,6 +153,7 @@ def step_cases(words: Sequence[str], world: int) -> list[StepCase]:
     """
     found = [_step_case(row, world) for row in rows(words, "step")]
     found = _for_ranks(found, [case.bench.ranks for case in found], world)
+    _expect_apart([case.bench.name for case in found])
     runs = [config for case in found for config in case.runs.values()]
     for nproc in (config.parallel.nproc for config in runs):
         if nproc != world:

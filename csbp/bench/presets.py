@@ -35,6 +35,8 @@ def rows(words: Sequence[str], command: str) -> list[list[str]]:
     given = {key_of(word): word.partition("=")[2] for word in words}
     preset, only = given.get("preset"), given.get("only", "")
     if not preset:
+        if only:
+            raise ConfigError("only", only, "chooses rows of a preset; add preset=NAME, or leave it out")
         return [list(words)]
     found = read_preset(preset, command)
     kept = [[*row, f"name={name}", *words] for name, row in found.items() if only in name]

@@ -27,19 +27,19 @@ from csbp.attention.usable import unusable
 from csbp.bench.check import DTYPES
 from csbp.bench.clock import spread, time_parts
 from csbp.bench.packs import document_lengths
-from csbp.bench.records import versions
+from csbp.bench.records import expect_place, replace_text, versions
 from csbp.config.bench import BenchAttentionConfig, BenchProfileConfig
 from csbp.config.compose import compose_flat
 from csbp.config.fields import nearest_name
 from csbp.config.schema import ParallelConfig
 from csbp.config.validate import check_bounds
-from csbp.errors import ConfigError, writing
+from csbp.errors import ConfigError
 from csbp.launch import started_ranks
 from csbp.parallel.runtime import Runtime, start_runtime
 from csbp.plan.cost import launch_work
 from csbp.plan.forecast import whole_pack
 from csbp.plan.geometry import LayerKind
-from csbp.plan.profiles import FORMAT, as_json, errors, fit, predicted
+from csbp.plan.profiles import FORMAT, as_json, errors, fit, load_profile, predicted
 from csbp.plan.ranges import RowRanges, clean_ranges, join, noised_ranges
 from csbp.plan.tasks import TILE
 
@@ -87,10 +87,10 @@ def run_profile(words: Sequence[str], *, json_only: bool = False, out: str = "")
     about = {"name": case.name or processor, "device": processor, "backend": backend}
     # On a GPU launches follow each other: what starting one takes is in none of the times.
     profile = made(case, about, rows, launch=not cuda)
+    print(json.dumps(profile), flush=True) if json_only else show(profile)
     if case.out:
-        with writing(case.out):
-            Path(case.out).expanduser().write_text(json.dumps(profile, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(profile), flush=True) if json_only else show(profile, case.out)
+        replace_text(Path(case.out).expanduser(), json.dumps(profile, indent=1) + "\n")
+        print(f"written to {case.out}", file=sys.stderr if json_only else sys.stdout)
     runtime.close()
     return 0
 
@@ -112,9 +112,14 @@ def _check(case: BenchProfileConfig) -> None:
         raise ConfigError("kv_heads", case.kv_heads, f"must divide heads={case.heads}")
     if case.backend not in BACKENDS:
         raise ConfigError("backend", case.backend, nearest_name(case.backend, list(BACKENDS), "backends"))
-    path = Path(case.out).expanduser()
-    if case.out and (path.suffix != ".json" or not path.absolute().parent.is_dir()):
-        raise ConfigError("out", case.out, "must be a file FILE.json in a folder that is there")
+    if case.out:
+        expect_place("out", case.out)
+        if Path(case.out).expanduser().exists():
+            try:
+                load_profile(case.out)
+            except ConfigError as error:
+                raise ConfigError("out", case.out, "is there and holds no profile, which would be lost; name another "
+                                                   "file") from error
 
 
 def launches(case: BenchProfileConfig, short: bool = True) -> Iterator[Launch]:
@@ -211,9 +216,9 @@ def made(case: BenchProfileConfig, about: dict[str, str], rows: list[dict[str, A
             "tile": TILE, "fit": as_json(model), "error": errors(model, rows, case.heads), "rows": said}
 
 
-def show(profile: dict[str, Any], out: str) -> None:
+def show(profile: dict[str, Any]) -> None:
     """Print measured and predicted times side by side, the fit and its errors."""
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False, emoji=False)
     table = Table()
     for name in ("launch", "tiles", "segments", "pairs", "fwd ms", "predicted", "off", "bwd ms", "predicted", "off"):
         table.add_column(name, justify="left" if name == "launch" else "right")
@@ -230,4 +235,4 @@ def show(profile: dict[str, Any], out: str) -> None:
                       f"{cost['pair'] / 1e6:.3g} ns a pair, of one query head; off by {error['median']:.1%} in the "
                       f"median, {error['worst']:.1%} at worst", soft_wrap=True)
     console.print(f"a launch: {profile['fit']['launch'] / 1e9:,.1f} us; {profile['name']}, {profile['backend']}, "
-                  f"{profile['date']}" + (f"; written to {out}" if out else ""), soft_wrap=True)
+                  f"{profile['date']}", soft_wrap=True)

@@ -7,8 +7,10 @@ import os
 import platform
 import shlex
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from csbp import __version__
-from csbp.errors import ConfigError, writing
+from csbp.errors import ConfigError, UserError, writing
+from csbp.locks import lock_now
 from csbp.observe.amounts import bytes_text
 from csbp.observe.metrics import finite
 from csbp.parallel.runtime import Runtime
@@ -58,10 +61,24 @@ def check_out(out: str) -> None:
     """
     if not out:
         return
+    expect_place("--out", out)
+    read_rows(Path(out).expanduser())
+
+
+def expect_place(field: str, out: str) -> None:
+    """Refuse a place where no file FILE.json can be written or replaced.
+
+    Raises:
+        ConfigError: it is none.
+    """
     path = Path(out).expanduser()
-    if path.suffix != ".json" or not path.absolute().parent.is_dir():
-        raise ConfigError("--out", out, "must be a file FILE.json in a folder that is there")
-    read_rows(path)
+    if path.suffix != ".json" or path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(field, out, "must be a file FILE.json in a folder that is there")
+    try:
+        with tempfile.TemporaryFile(dir=path.absolute().parent):
+            pass
+    except OSError as error:
+        raise ConfigError(field, out, f"cannot be written: {error.strerror}; name a file in another folder") from error
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -73,26 +90,61 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        rows = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("--out", str(path), "cannot be read as JSON; name another file") from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and "name" in row for row in rows):
+    if not isinstance(rows, list) or not all(map(_is_row, rows)):
         raise ConfigError("--out", str(path), "holds no list of rows; name another file")
     return rows
 
 
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number in JSON")
+
+
+def _is_row(row: object) -> bool:
+    kinds = {"name": str, "gpus": int | None, "device": str | None}
+    return isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in kinds.items())
+
+
 def keep_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Put rows into a file of results, each in the place of the one with its name and number of GPUs. The file is
-    replaced as a whole.
+    """Put rows into a file of results, each in the place of the one with its name, number of GPUs and device. The file
+    is replaced as a whole, by one process at a time.
 
     Raises:
         UserError: it cannot be written.
     """
-    kept = {(row["name"], row.get("gpus")): row for row in [*read_rows(path), *rows]}
+    with writing(path), _turn(path.absolute().parent):
+        kept = {(row["name"], row.get("gpus"), row.get("device")): row for row in [*read_rows(path), *rows]}
+        replace_text(path, json.dumps(list(kept.values()), indent=1, allow_nan=False) + "\n")
+
+
+@contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """Alone among processes that write rows into a folder, where its file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        while lock_now(descriptor) is False:
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file whole, or leave the one that is there.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with writing(path):
-        temporary.write_text(json.dumps(list(kept.values()), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 class Report:
@@ -109,10 +161,12 @@ class Report:
     def __init__(self, command: str, words: Sequence[str], runtime: Runtime, columns: Mapping[str, str],
                  json_only: bool, out: str) -> None:
         self.rows: list[dict[str, Any]] = []
+        self._unkept: list[dict[str, Any]] = []
         self._main, self._columns, self._json, self._out = runtime.main, columns, json_only, out
+        links = "".join(f"{name}={os.environ[name]} " for name in _LINKS if os.environ.get(name))
         started = f"torchrun --nproc-per-node {runtime.world} $(which csbp)" if runtime.world > 1 else "csbp"
         name = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
-        self._about = {"device": name, "command": f"{started} bench {command} {shlex.join(words)}".strip(),
+        self._about = {"device": name, "command": f"{links}{started} bench {command} {shlex.join(words)}".strip(),
                        "date": time.strftime("%Y-%m-%d"), "versions": versions()}
 
     def progress(self, what: str) -> None:
@@ -121,14 +175,20 @@ class Report:
             print(f"csbp: measuring {what}", file=sys.stderr, flush=True)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take a row, and keep it at once: what comes later may fail. One with an error is shown, not kept."""
+        """Take a row, and keep it at once: what comes later may fail. One with an error is shown, not kept. A file
+        that cannot be written is tried again with the next row."""
         self.rows.append({name: float(f"{value:.6g}") if isinstance(value, float) else value
                           for name, value in finite({**row, **self._about}).items()})
         if self._main and self._out and "error" not in row:
-            keep_rows(Path(self._out).expanduser(), self.rows[-1:])
+            self._unkept.append(self.rows[-1])
+            try:
+                keep_rows(Path(self._out).expanduser(), self._unkept)
+                self._unkept = []
+            except UserError as error:
+                print(f"csbp: {error}", file=sys.stderr, flush=True)
 
     def finish(self) -> int:
-        """Print all rows. Returns the exit code: 1 if one has an error."""
+        """Print all rows. Returns the exit code: 1 if one has an error, or is not in the file of results."""
         failed = [row for row in self.rows if "error" in row]
         if self._main:
             if self._json:
@@ -137,10 +197,12 @@ class Report:
                 self._print()
             for row in failed:
                 print(f"csbp: {row['name']}: {row['error']}", file=sys.stderr)
-        return int(bool(failed))
+            for row in self._unkept:
+                print(f"csbp: {row['name']}: not in {self._out}", file=sys.stderr)
+        return int(bool(failed or self._unkept))
 
     def _print(self) -> None:
-        console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH)
+        console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH, markup=False, emoji=False)
         shown = [key for key in self._columns if any(row.get(key) is not None for row in self.rows)]
         table = Table()
         table.add_column("")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from csbp.attention.usable import taken
 from csbp.bench.cases import StepCase, step_cases
 from csbp.bench.clock import by_rank, slowest, spread, time_parts
 from csbp.bench.idle import idle_fraction
@@ -36,7 +37,7 @@ from csbp.plan.limits import check_ranks, check_size, check_split, check_windows
 from csbp.plan.shapes import model_shape
 from csbp.plan_cli import plan_result
 from csbp.train.ready import build_on_meta, check_kernels
-from csbp.train.session import build_model, make_ready
+from csbp.train.session import build_model, compute_dtype, make_ready
 from csbp.train.step import Noising, StepResult, Work
 
 COLUMNS = {"step_ms": "step ms", "step_iqr_ms": "IQR ms", "predicted_step_ms": "predicted",
@@ -100,6 +101,13 @@ def check_step(config: RunConfig) -> None:
     check_ranks(config.parallel, len(pack.cell_starts) - 1, "the measured pack")
 
 
+def backends_of(config: RunConfig, device: torch.device) -> list[str]:
+    """The kernels that compute a run's attention."""
+    adapter = get_adapter(config.model.family)
+    shape = model_shape(adapter.export_config(build_on_meta(config, adapter), {}), config.objective.clean_stream)
+    return list(taken(config.attention.backend, shape, device, compute_dtype(config), config.train.deterministic))
+
+
 def mesh_of(config: RunConfig) -> tuple[ParallelConfig, bool]:
     """What of a run decides how its ranks are grouped."""
     return replace(config.parallel, checkpointing="none", offload=False, compile=False), pooled(config)
@@ -130,7 +138,7 @@ def measure_case(case: StepCase, meshes: dict[tuple[ParallelConfig, bool], Runti
         report.add({
             "name": f"{case.bench.name}, {variant}{slow_link()}", "gpus": parallel.nproc,
             "case": case.bench.name, "variant": variant, "kind": parallel.kind if parallel.nproc > 1 else "one",
-            "backend": config.attention.backend, "checkpointing": parallel.checkpointing,
+            "backend": ", ".join(backends_of(config, runtime.device)), "checkpointing": parallel.checkpointing,
             "offload": parallel.offload, "compile": parallel.compile, "dtype": config.train.dtype,
             "cad": f"{cad.pool}, {cad.overlap}" if cad.enabled else "off",
             "tokens": sum(lengths), "documents": len(lengths), "packs_per_step": config.train.packs_per_step,

@@ -8,7 +8,7 @@ from pathlib import Path
 from csbp.config.fields import nearest_name
 from csbp.config.mesh import axis_sizes
 from csbp.config.places import conf_dir
-from csbp.config.schema import CadConfig, RunConfig
+from csbp.config.schema import SELECTIVE, CadConfig, ParallelConfig, RunConfig
 from csbp.errors import ConfigError, written
 
 
@@ -41,7 +41,20 @@ def check_cad(config: RunConfig) -> None:
 
 
 def unheeded(config: RunConfig) -> list[str]:
-    """A sentence, where something of ``cad`` is set although nothing heeds it."""
+    """A sentence each, where something of ``cad`` or an offload is set although nothing heeds it."""
+    return [*_unheeded_cad(config), *_unheeded_offload(config.parallel)]
+
+
+def _unheeded_offload(parallel: ParallelConfig) -> list[str]:
+    if parallel.offload and parallel.device == "cpu":
+        return ["parallel.offload=true: does nothing on a CPU, where everything is in its memory already"]
+    if parallel.offload and parallel.checkpointing in SELECTIVE and not parallel.compile:
+        return [f"parallel.offload=true: moves next to nothing of what parallel.checkpointing={parallel.checkpointing} "
+                "keeps where layers are not compiled; set parallel.compile=true"]
+    return []
+
+
+def _unheeded_cad(config: RunConfig) -> list[str]:
     usual = CadConfig()
     # Keys and values travel without moves too.
     given = {field.name: getattr(config.cad, field.name) for field in fields(CadConfig) if field.name != "overlap"}

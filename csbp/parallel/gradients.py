@@ -13,6 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from csbp.comm.upload import upload
 
+# Numbers summed at once: a CPU makes a copy of them in float64.
+_PIECE = 1 << 20
+
 
 def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """2-norm of all gradients over all ranks, float64; NaN or infinite if any rank's gradient is. A scalar on the
@@ -24,10 +27,12 @@ def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.tensor(0.0, dtype=torch.float64)
-    norms = torch.stack(torch._foreach_norm([g.to_local() if isinstance(g, DTensor) else g for g in gradients]))
-    squares = norms.double().square()
+    pieces = [(g.to_local() if isinstance(g, DTensor) else g).reshape(-1).split(_PIECE) for g in gradients]
+    # In float32 a large gradient's sum would depend on how many ranks share it, by up to a percent on a CPU.
+    norms = torch.stack(torch._foreach_norm([x for parts in pieces for x in parts], 2, torch.float64))
     # What several ranks have a copy of counts once: each gives its share.
-    total = (squares / upload(np.array([_copies(g) for g in gradients], float), squares.device)).sum()
+    copies = np.repeat([float(_copies(g)) for g in gradients], [len(parts) for parts in pieces])
+    total = (norms.square() / upload(copies, norms.device)).sum()
     if any(isinstance(g, DTensor) for g in gradients):
         dist.all_reduce(total)
     return total.sqrt()

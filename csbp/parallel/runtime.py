@@ -164,8 +164,8 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("parallel.device", name, "no CUDA device is visible here; start it on a machine with GPUs "
-                          "(parallel.device=cpu is for small models)")
+        raise ConfigError("parallel.device", name, "no CUDA device is visible here; start it on a machine with GPUs, "
+                          "or use cpu, for small models")
     if local_rank >= torch.cuda.device_count():
         raise ConfigError("parallel.nproc", local_rank + 1, f"this machine has {torch.cuda.device_count()} GPU(s); "
                           "start no more ranks here than that")

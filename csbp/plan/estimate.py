@@ -84,7 +84,7 @@ class Settings:
         checkpointing: "none", "matmuls", "attention" or "full", as ``parallel.checkpointing``.
         itemsize: bytes of a number in the compute dtype, which is also what travels.
         logit_rows: rows whose logits exist at once; None: see the function of that name.
-        offload: what is kept for the backward lies in CPU memory.
+        offload: what is kept for the backward lies in CPU memory, on another device than that.
         gradient_itemsize: bytes of a number of dK and dV on the wire; None: as ``itemsize``.
         tp: ranks that share the heads of the same rows.
         copies: ``parallel.dp_replicate``, whole sets of the sharded weights.
@@ -109,7 +109,8 @@ class Settings:
     def of(cls, config: RunConfig, device: str) -> Settings:
         """A run's, on the device of that name in ``DEVICES``."""
         parallel, half = config.parallel, config.train.dtype == "bfloat16"
-        return cls(parallel.nproc, parallel.checkpointing, 2 if half else 4, config.train.logit_rows, parallel.offload,
+        return cls(parallel.nproc, parallel.checkpointing, 2 if half else 4, config.train.logit_rows,
+                   parallel.offload and device != "cpu",
                    4 if parallel.gradient_wire == "float32" else None, parallel.tp, parallel.dp_replicate,
                    wide=half and device == "h200" and config.attention.backend in ("auto", "wide"),
                    stages=parallel.exchange_stages, compiled=parallel.compile)

@@ -29,7 +29,7 @@ from csbp.plan.cad import cad_of
 from csbp.plan.limits import check_pool, check_split, check_windows
 from csbp.plan.shapes import ModelShape, model_shape
 from csbp.train.learnable import expect_blocks, expect_learnable
-from csbp.train.session import check_expected_shape, mask_token, run_tokenizer
+from csbp.train.session import check_expected_shape, compute_dtype, mask_token, run_tokenizer
 from csbp.train.surprises import surprises
 
 SPLITS = ("train", "validation")
@@ -94,8 +94,7 @@ def check_kernels(config: RunConfig, shape: ModelShape, device: torch.device) ->
     Raises:
         ConfigError: it cannot.
     """
-    dtype = torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32
-    check_backend(config.attention.backend, shape, device, dtype, config.train.deterministic)
+    check_backend(config.attention.backend, shape, device, compute_dtype(config), config.train.deterministic)
 
 
 def build_on_meta(config: RunConfig, adapter: ModelAdapter) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
+from csbp.attention.usable import taken
 from csbp.checkpoint.reading import model_files, open_model, resolve_model_folder
 from csbp.checkpoint.store import CheckpointStore
 from csbp.config.schema import SELECTIVE, NoiseConfig, ObjectiveConfig, RunConfig
@@ -137,9 +139,12 @@ def make_ready(config: RunConfig, runtime: Runtime, adapter: ModelAdapter,
     Collective."""
     expect_same_weights(config, runtime, model)
     model.to(runtime.device)
-    compute = torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32
+    compute = compute_dtype(config)
     parallelize(model, adapter.units(model), config.parallel, runtime, compute, adapter.tp_plan(model))
     shape = model_shape(adapter.export_config(model, {}), config.objective.clean_stream)
+    if runtime.main and config.attention.backend == "auto":
+        for said in taken("auto", shape, runtime.device, compute, config.train.deterministic).values():
+            print(f"csbp: {said}", file=sys.stderr, flush=True)
     # What hosts have in a profile may differ; plans may not.
     cad = runtime.on_main(lambda: cad_of(config, shape, "h200" if runtime.device.type == "cuda" else "cpu"))
     cad = cad and replace(cad, device=replace(cad.device, node=runtime.node()))
@@ -147,6 +152,11 @@ def make_ready(config: RunConfig, runtime: Runtime, adapter: ModelAdapter,
             StepRunner(model, adapter, runtime, config.attention.backend, shape, config.train.logit_rows,
                        native=not config.parallel.compile and config.parallel.checkpointing not in SELECTIVE,
                        cad=cad, overlap=config.cad.overlap != "none"))
+
+
+def compute_dtype(config: RunConfig) -> torch.dtype:
+    """What activations are computed in."""
+    return torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32
 
 
 def run_tokenizer(config: RunConfig) -> PreTrainedTokenizerFast:
