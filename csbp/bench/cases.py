@@ -19,6 +19,7 @@ from csbp.plan.estimate import DEVICES
 from csbp.plan.shapes import BACKWARD_PAIRS
 
 DEFAULT = "default"
+NO_GPU = "torch finds no CUDA device here; use device=cpu"
 FEWEST = 3  # timed runs from which a median and a spread still say something
 _ENDLESS_SECONDS = 1200.0
 T = TypeVar("T")
@@ -50,6 +51,8 @@ def attention_cases(words: Sequence[str], world: int, gpu: bool = True) -> list[
     found = [compose_flat("bench_attention", BenchAttentionConfig, row) for row in rows(words, "attention")]
     found = [_suited(case, gpu and case.device != "cpu") for case in found]
     for case in found:
+        if case.device == "cuda" and not gpu:
+            raise ConfigError("device", "cuda", NO_GPU)
         _check_attention(case)
     found = _for_ranks(found, [case.ranks for case in found], world)
     for case in found:

@@ -24,6 +24,7 @@ from rich.table import Table
 from csbp.attention.core import BACKENDS, choose, interval_attention
 from csbp.attention.mask import IntervalMask
 from csbp.attention.usable import unusable
+from csbp.bench.cases import NO_GPU
 from csbp.bench.check import DTYPES
 from csbp.bench.clock import spread, time_parts
 from csbp.bench.packs import document_lengths
@@ -69,6 +70,8 @@ def run_profile(words: Sequence[str], *, json_only: bool = False, out: str = "")
     case = compose_flat("bench_profile", BenchProfileConfig, [*words, *([f"out={out}"] if out else [])])
     check_bounds(case)
     cuda = case.device != "cpu" and torch.cuda.is_available()
+    if case.device == "cuda" and not cuda:
+        raise ConfigError("device", "cuda", NO_GPU)
     case = suited(case, cuda)
     _check(case)
     runtime = start_runtime(ParallelConfig(device=case.device, threads=case.threads), Path)

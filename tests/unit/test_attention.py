@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from csbp.attention import IntervalMask, interval_attention, merge
+from csbp.attention import IntervalMask, core, interval_attention, merge, usable
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, sees: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -134,3 +137,19 @@ def test_unknown_backend_is_refused() -> None:
     (q, k, v), mask = random_case(2)
     with pytest.raises(ValueError, match="backend='fast'"):
         interval_attention(q, k, v, mask, backend="fast")
+
+
+def test_what_auto_takes_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = tuple(SimpleNamespace(head_dim=head_dim) for head_dim in (256, 512, 256))
+    model: Any = SimpleNamespace(attention=parts)
+    asked = model, torch.device("cpu"), torch.float32, False
+    assert usable.taken("auto", *asked) == {"reference": "attention.backend=auto: reference for heads of 256. "
+                                                         "attention.backend=auto: reference for heads of 512"}
+    monkeypatch.setattr(core, "passed_over", lambda device, dtype, dim, *_: {"flash": "too wide"} if dim > 256 else {})
+    monkeypatch.setattr(usable, "passed_over", core.passed_over)
+    core.choose.cache_clear()
+    said = usable.taken("auto", model, torch.device("cuda"), torch.bfloat16, False)
+    core.choose.cache_clear()
+    assert said == {"flash": "attention.backend=auto: flash for heads of 256",
+                    "wide": "attention.backend=auto: wide for heads of 512; not flash: too wide"}
+    assert list(usable.taken("flex", model, torch.device("cuda"), torch.bfloat16, False)) == ["flex"]

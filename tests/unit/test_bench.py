@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import multiprocessing
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -149,6 +152,12 @@ def test_a_wrong_kernel_is_never_timed(capsys: pytest.CaptureFixture[str], monke
     (["attention", "lengths=[0]"], "lengths=[0]"), (["attention", "lengths=[64, 65536]"], "or device=cpu if that is"),
     (["attention", "preset=h200"], "there is no GPU here, and on a CPU 32,768 tokens take at least"),
     (["attention", "kv_heads=3"], "kv_heads=3: must divide heads=32"),
+    (["attention", "lengths=[[64]]"], "lengths=[[64]]"), (["attention", "lengths=[64, 64]"], "there twice"),
+    (["attention", "device=cuda"], "device='cuda': torch finds no CUDA device here; use device=cpu"),
+    (["attention", "only=a"], "only='a': chooses rows of a preset"),
+    (["attention", "preset=h200", "name=a"], "name='a': would be the name of several rows"),
+    (["attention", "lengths=[64]", "backends=[auto, fast]"], "name it alone"),
+    (["attention", "--out", "/proc/a.json"], "--out='/proc/a.json': cannot be written"),
     (["attention", "lenghts=[3]"], "did you mean lengths?"),
     (["attention", "window=8"], "window=8: smaller than a block"),
     (["attention", "here"], "csbp: here: write KEY=VALUE"),
@@ -223,10 +232,61 @@ def test_a_file_of_results_keeps_the_newest_row_of_each_name(tmp_path: Path) -> 
     keep_rows(file, [{"name": "a", "gpus": 2, "ms": 3}, {"name": "a", "gpus": 1, "ms": 4}])
     assert [(row["name"], row["gpus"], row["ms"]) for row in read_rows(file)] == [("a", 1, 4), ("b", 1, 2), ("a", 2, 3)]
     assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
-    for text in ("{}", "[1]", "["):
+    keep_rows(file, [{"name": "a", "gpus": 1, "ms": 5, "device": "cpu"}])
+    assert [row["ms"] for row in read_rows(file)] == [4, 2, 3, 5]
+    for text in ("{}", "[1]", "[", '[{"name": ["a"]}]', '[{"name": "a", "ms": NaN}]', "[" * 10**5):
         file.write_text(text)
         with pytest.raises(ConfigError, match="--out"):
             keep_rows(file, [])
+
+
+def many_rows(file: str, first: int) -> None:
+    for i in range(first, first + 20):
+        keep_rows(Path(file), [{"name": str(i)}])
+
+
+def test_several_may_write_to_a_file_of_results(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    writers = [multiprocessing.get_context("spawn").Process(target=many_rows, args=(str(file), 20 * i)) for i in (0, 1)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert {row["name"] for row in read_rows(file)} == set(map(str, range(40)))
+
+
+def test_a_disk_that_is_full_for_a_while_costs_no_row(capsys: pytest.CaptureFixture[str], tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    file, replace_file, refused = tmp_path / "rows.json", os.replace, []
+
+    def full(*paths: Any) -> None:
+        if len(refused) < 1:
+            refused.append(paths)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace_file(*paths)
+
+    monkeypatch.setattr("os.replace", full)
+    code, said, err = answer(capsys, "attention", *SMALL, "lengths=[8, 12]", "--out", str(file))
+    assert code == 0 and len(read_rows(file)) == 2 and "cannot be written: No space left" in err
+    refused.clear()
+    code, said, err = answer(capsys, "attention", *SMALL, "lengths=[8]", "--out", str(file))
+    assert code == 1 and "8, reference" in said and "not in" in err and len(read_rows(file)) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
+
+
+def test_rows_of_different_packs_have_different_names() -> None:
+    packed = ["documents=packed", "longest=100", "lengths=[512]"]
+    words = [[], ["spread=0"], ["spread=2"], ["seed=5"], ["median=20"], ["longest=99"]]
+    names = [attention_cases([*packed, *more], 1)[0].name for more in words]
+    assert len(set(names)) == len(words)
+
+
+@pytest.mark.parametrize("words", [["block_size=1", "window=1"], ["block_size=1", "window=1", "dtype=bfloat16"],
+                                   ["documents=packed", "longest=1", "median=1", "spread=0"]])
+def test_rows_that_see_one_key_each_are_right(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    code, out, _ = answer(capsys, "attention", *SMALL, "lengths=[64]", *words, "--json")
+    row, = json.loads(out)
+    assert code == 0 and row["error_dq"] < 1e-2 and row["error_dk"] < 1e-2
 
 
 def test_median_and_spread() -> None:
@@ -257,14 +317,15 @@ def test_variants_of_a_step_side_by_side(capsys: pytest.CaptureFixture[str], tmp
         assert (row["tokens"], row["documents"], row["steps"], row["wire_bytes"]) == (48, 3, 2, 0)
         assert row["tokens_per_second"] == pytest.approx(48e3 / row["step_ms"], rel=1e-4)
         assert row["ratio_to_first"] == pytest.approx(row["tokens_per_second"] / full["tokens_per_second"], rel=1e-4)
+        assert row["backend"] == "reference"
         assert row["ratio_to_flex_full"] is None and row["mfu"] is None
     done = [row["useful_tflops"] * row["step_ms"] for row in (full, plain)]
     assert done[0] == pytest.approx(done[1], rel=1e-4) and done[0] > 0  # what is computed again is not counted
 
 
 def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = answer(capsys, "attention", *SMALL, "lengths=[16]", "name=mine")
-    assert code == 0 and "mine, 16, reference" in out and "fwd+bwd TFLOP/s" in out and "torch" in out
+    code, out, err = answer(capsys, "attention", *SMALL, "lengths=[16]", "name=mine[red][/x]")
+    assert code == 0 and "mine[red][/x], 16, reference" in out and "fwd+bwd TFLOP/s" in out and "torch" in out
     assert "measuring mine" in err and "/ causal" not in out  # nothing to show in that column
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -160,11 +161,36 @@ def test_a_profile_is_measured_and_read_again(capsys: pytest.CaptureFixture[str]
     assert profile["error"].keys() == {"forward_ms", "backward_ms"}
 
 
+def test_what_is_no_profile_is_not_replaced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text('[{"name": "a"}]')
+    code, out, err = answer(capsys, *SMALL, f"out={file}")
+    assert code == 2 and "holds no profile, which would be lost" in err and not out and "measuring" not in err
+    assert file.read_text() == '[{"name": "a"}]'
+
+
+def test_a_profile_that_cannot_be_written_is_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text((conf_dir() / "profile" / "h200.json").read_text())
+    before = file.read_text()
+    monkeypatch.setattr("os.replace", full_disk)
+    code, out, err = answer(capsys, *SMALL, f"out={file}", "name=[/red]")
+    assert code == 1 and "off by" in out and "[/red]" in out and "cannot be written: No space left" in err
+    assert file.read_text() == before and [path.name for path in tmp_path.iterdir()] == ["mine.json"]
+
+
+def full_disk(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 @pytest.mark.parametrize(("words", "said"), [
     (["kv_heads=3", "heads=4"], "kv_heads=3: must divide heads=4"), (["heads=3"], "must divide heads=3"),
     (["out=a.txt"], "out='a.txt': must be a file"),
     (["out=/no/a.json"], "out='/no/a.json'"), (["rows=7"], "rows=7: must be an integer from 2,048"),
     (["backend=fast"], "backend='fast'"), (["backend=flash", "device=cpu"], "backend='flash': cannot run here"),
+    (["device=cuda"], "device='cuda': torch finds no CUDA device here; use device=cpu"),
+    (["out=/proc/a.json"], "out='/proc/a.json': cannot be written"),
     (["heds=3"], "did you mean heads?"), (["--out", "a.txt"], "out='a.txt'")])
 def test_refusals(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     code, out, err = answer(capsys, *words)
