@@ -11,6 +11,8 @@ from torch import Tensor
 from csbp.attention import flash, flex, reference, wide
 from csbp.attention.mask import IntervalMask
 
+ORDER = ("flash", "wide", "flex", "reference")  # in which "auto" asks them
+
 
 class Backend(Protocol):
     """What a kernel must offer. Shapes as in ``reference``."""
@@ -68,7 +70,7 @@ def _fastest(query: Tensor, value: Tensor) -> Backend:
 def choose(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int, deterministic: bool) -> str:
     """Name of the backend that "auto" stands for."""
     passed = passed_over(device, dtype, key_dim, value_dim, deterministic)
-    return next(name for name in ("flash", "wide", "flex", "reference") if name not in passed)
+    return next(name for name in ORDER if name not in passed)
 
 
 def passed_over(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int,

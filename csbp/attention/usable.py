@@ -6,7 +6,7 @@ import inspect
 
 import torch
 
-from csbp.attention.core import BACKENDS, choose, passed_over
+from csbp.attention.core import BACKENDS, ORDER, choose, passed_over
 from csbp.errors import ConfigError
 from csbp.plan.shapes import ModelShape
 
@@ -33,8 +33,8 @@ def taken(name: str, shape: ModelShape, device: torch.device, dtype: torch.dtype
     for head_dim in sorted({part.head_dim for part in shape.attention}):
         asked = (device, dtype, head_dim, head_dim, deterministic)
         backend = choose(*asked) if name == "auto" else name
-        passed = passed_over(*asked) if name == "auto" and device.type == "cuda" else {}
-        why = "".join(f"; not {other}: {reason}" for other, reason in passed.items())
+        before = ORDER[:ORDER.index(backend)] if name == "auto" and device.type == "cuda" else ()
+        why = "".join(f"; not {other}: {passed_over(*asked)[other]}" for other in before)
         said = f"attention.backend={name}: {backend} for heads of {head_dim}{why}"
         found[backend] = f"{found[backend]}. {said}" if backend in found else said
     return found

@@ -145,7 +145,8 @@ def test_what_auto_takes_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = model, torch.device("cpu"), torch.float32, False
     assert usable.taken("auto", *asked) == {"reference": "attention.backend=auto: reference for heads of 256. "
                                                          "attention.backend=auto: reference for heads of 512"}
-    monkeypatch.setattr(core, "passed_over", lambda device, dtype, dim, *_: {"flash": "too wide"} if dim > 256 else {})
+    monkeypatch.setattr(core, "passed_over", lambda device, dtype, dim, *_: {"flash": "too wide"} if dim > 256 else
+                        {"wide": "too narrow"})
     monkeypatch.setattr(usable, "passed_over", core.passed_over)
     core.choose.cache_clear()
     said = usable.taken("auto", model, torch.device("cuda"), torch.bfloat16, False)
