@@ -33,8 +33,8 @@ def taken(name: str, shape: ModelShape, device: torch.device, dtype: torch.dtype
     for head_dim in sorted({part.head_dim for part in shape.attention}):
         asked = (device, dtype, head_dim, head_dim, deterministic)
         backend = choose(*asked) if name == "auto" else name
-        before = ORDER[:ORDER.index(backend)] if name == "auto" and device.type == "cuda" else ()
-        why = "".join(f"; not {other}: {passed_over(*asked)[other]}" for other in before)
+        passed = passed_over(*asked) if name == "auto" and device.type == "cuda" else {}
+        why = "".join(f"; not {other}: {passed[other]}" for other in ORDER[:ORDER.index(backend)] if other in passed)
         said = f"attention.backend={name}: {backend} for heads of {head_dim}{why}"
         found[backend] = f"{found[backend]}. {said}" if backend in found else said
     return found

@@ -25,7 +25,8 @@ from csbp.parallel.runtime import Runtime, start_runtime
 
 COLUMNS = {"forward_ms": "fwd ms", "backward_ms": "bwd ms", "iqr_ms": "IQR ms", "forward_tflops": "fwd TFLOP/s",
            "forward_backward_tflops": "fwd+bwd TFLOP/s", "ratio_to_causal": "/ causal", "ratio_to_flex": "/ flex",
-           "peak_gib": "peak GiB", "gib_received": "GiB in", "exposed_comm_ms": "exposed ms", "error_out": "error of out"}
+           "peak_gib": "peak GiB", "gib_received": "GiB in", "exposed_comm_ms": "exposed ms",
+           "error_out": "error of out"}
 
 
 def run_attention(words: Sequence[str], *, json_only: bool = False, out: str = "") -> int:

@@ -101,13 +101,6 @@ def check_step(config: RunConfig) -> None:
     check_ranks(config.parallel, len(pack.cell_starts) - 1, "the measured pack")
 
 
-def backends_of(config: RunConfig, device: torch.device) -> list[str]:
-    """The kernels that compute a run's attention."""
-    adapter = get_adapter(config.model.family)
-    shape = model_shape(adapter.export_config(build_on_meta(config, adapter), {}), config.objective.clean_stream)
-    return list(taken(config.attention.backend, shape, device, compute_dtype(config), config.train.deterministic))
-
-
 def mesh_of(config: RunConfig) -> tuple[ParallelConfig, bool]:
     """What of a run decides how its ranks are grouped."""
     return replace(config.parallel, checkpointing="none", offload=False, compile=False), pooled(config)
@@ -138,7 +131,7 @@ def measure_case(case: StepCase, meshes: dict[tuple[ParallelConfig, bool], Runti
         report.add({
             "name": f"{case.bench.name}, {variant}{slow_link()}", "gpus": parallel.nproc,
             "case": case.bench.name, "variant": variant, "kind": parallel.kind if parallel.nproc > 1 else "one",
-            "backend": ", ".join(backends_of(config, runtime.device)), "checkpointing": parallel.checkpointing,
+            "backend": config.attention.backend, "checkpointing": parallel.checkpointing,
             "offload": parallel.offload, "compile": parallel.compile, "dtype": config.train.dtype,
             "cad": f"{cad.pool}, {cad.overlap}" if cad.enabled else "off",
             "tokens": sum(lengths), "documents": len(lengths), "packs_per_step": config.train.packs_per_step,
@@ -195,7 +188,11 @@ def measure_variant(runtime: Runtime, bench: BenchStepConfig, config: RunConfig)
     idle = idle_fraction(runtime, lambda: next(run(len(results))))
     peak = by_rank(runtime, [torch.cuda.max_memory_allocated(runtime.device) / GIB]).max() if cuda else None
     known = cuda and "H200" in torch.cuda.get_device_name(runtime.device)
-    return {"parameters": parameters, "steps": len(timed), "step_ms": step.median, "step_iqr_ms": step.iqr,
+    assert runner.shape
+    kernels = taken(config.attention.backend, runner.shape, runtime.device, compute_dtype(config),
+                    config.train.deterministic)
+    return {"backend": ", ".join(kernels), "parameters": parameters,
+            "steps": len(timed), "step_ms": step.median, "step_iqr_ms": step.iqr,
             "tokens_per_second": last.clean_tokens / seconds,
             "useful_tflops": last.model_flops / seconds / runtime.world / 1e12,
             "mfu": utilisation(last.model_flops, seconds, runtime.world, DEVICES["h200"].peak) if known else None,
